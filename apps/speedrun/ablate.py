@@ -2,7 +2,7 @@
 for a quarter of the steps.
 
 What a run gave is added to FILE as soon as it ends, and a second start of the command goes on with
-the runs that FILE lacks. Intervals are those of `lingua compare` for several arms.
+the runs that FILE lacks. Intervals are those of `lingua compare` with `variance=equal`.
 """
 
 import json
@@ -94,7 +94,7 @@ def report(runs: Runs, steps: int) -> Report:
     result, mean = pooled(losses, LEVEL, blocks=True), np.mean([*losses[0].values()])
     assert result is not None  # several seeds, and every arm has all of them
     rows: list[dict[str, Any]] = [{"": BASE, "held-out": f"{mean:.4f}"}]
-    for name, e in zip(CHANGES, result.estimates, strict=True):
+    for name, e in zip(CHANGES, result, strict=True):
         verdict = "worse" if e.mean > 0 else "better"
         row = {"": name, "held-out": f"{mean + e.mean:.4f}", "difference": f"{e.mean:+.4f}"}
         row[f"{LEVEL:.0%} interval"] = f"{e.low:+.4f} to {e.high:+.4f}"
@@ -103,4 +103,4 @@ def report(runs: Runs, steps: int) -> Report:
     notes = [f"{steps:,} steps, {len(losses[0])} seeds; nats per byte"]
     if len(codes) > 1:
         notes.append(f"the runs are of {len(codes)} versions of the code: {', '.join(codes)}")
-    return Report(rows, notes, {"steps": steps, "runs": runs, "differences": result.estimates})
+    return Report(rows, notes, {"steps": steps, "runs": runs, "differences": result})

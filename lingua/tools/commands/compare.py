@@ -42,8 +42,9 @@ class CompareArgs:
     # the intervals hold for those who look after each pair; null: where a run is not over, or was
     # launched after others had a result
     anytime: Free[bool | None] = None
-    # with three arms or more: one variance for all, or one for each difference
-    variance: Free[Literal["pooled", "separate"]] = "pooled"
+    # separate: each difference has its own; equal: you assume that all arms vary alike, whatever
+    # the runs have shown, so that all of them measure one variance
+    variance: Free[Literal["separate", "equal"]] = "separate"
     measure: Free[Literal["nats_per_byte", "nats_per_token", "bits_per_byte"]] = "nats_per_byte"
 
     # ignore: runs of different code are in one arm, and a line states it
@@ -121,4 +122,4 @@ def main(argv: Sequence[str]) -> None:
         print()
         for text in filter(None, dict.fromkeys(map(rule, comparisons))):
             print(*map(printable, wrapped(text)), sep="\n")
-        print("One arm alone: its differences along training, and where its runs first differ")
+        print("Name one arm to see its differences along training, and where its runs first differ")

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -12,25 +12,23 @@ from lingua.run.records import Record
 from lingua.tools.runs.compare.arms import SEED, Arm, By, HeldOutLosses, label, listed
 from lingua.tools.runs.compare.differences import only_rounding, same_run, unlike, unlike_rows
 from lingua.tools.runs.compare.statistics import (
-    UNEQUAL,
+    NO_SPREAD,
     Estimate,
+    Spread,
     anytime_interval,
-    deviation_bound,
-    far_pair,
+    far_value,
     is_normal,
     paired,
-    pairs_for,
     pooled,
+    seed_gain,
     sign_flip,
-    smallest_effect,
     unpaired,
-    welch_holds,
 )
 from lingua.tools.runs.held_out import heldout
 from lingua.tools.runs.launches import first_result, launched_at, unfinished, was_stopped
 
 ROUNDING = 1e-4  # differences of losses that may be rounding, relative
-NO_SPREAD = 1e-12  # deviations that are none, relative to the loss
+GAIN_PAIRS = 5  # pairs below which the worth of common seeds is not known within a factor of ten
 
 
 @dataclass
@@ -86,8 +84,7 @@ class Comparison:
     notes: list[str]  # what a reader must know besides
     slack: float  # how wrong interpolated losses may make a difference; the intervals include it
     anytime: Estimate | None = None  # the interval that decides where pairs were added on the way
-    pooled: Estimate | None = None  # the interval that decides where arms have one variance
-    is_unequal: bool = False  # a test refutes that they have
+    pooled: Estimate | None = None  # the interval that decides where arms are said to vary alike
     blocks: bool = False  # `pooled` compares within seeds
     added: str = ""  # why `anytime` decides; empty: it does not
 
@@ -129,19 +126,18 @@ class Comparison:
     @property
     def estimate(self) -> Estimate | None:
         """The interval that decides; None where none does."""
+        if self.is_flat:
+            return None
         if self.added:
-            e = self.anytime if self.is_paired else None
-        elif self.pooled is not None:
-            e = self.pooled
-        elif self.is_paired:
-            e = self.paired
-        else:
-            e = self.unpaired if self.welch_holds else None
-        return e if e is None or e.deviation > self._no_spread else None
+            return self.anytime if self.is_paired else None
+        return self.pooled or (self.paired if self.is_paired else self.unpaired)
 
     @property
-    def welch_holds(self) -> bool:
-        return welch_holds(len(self.arm_losses), len(self.base_losses))
+    def is_flat(self) -> bool:
+        """Whether an arm, or the difference within pairs, is the same for all seeds, but for
+        rounding: then nothing is known of chance."""
+        e = self.paired if self.is_paired else None
+        return bool(self.constant) or (e is not None and e.deviation <= self._no_spread)
 
     @property
     def _no_spread(self) -> float:
@@ -149,9 +145,10 @@ class Comparison:
 
     @property
     def constant(self) -> list[str]:
-        """The arms in which runs of several seeds all have the same loss."""
-        arms = {self.arm_label: self.arm_losses, self.base_label: self.base_losses}
-        return [name for name, x in arms.items() if len(x) > 1 == len(set(x.values()))]
+        """The arms in which runs of several seeds all have the same loss, but for rounding."""
+        arms = ((self.arm_label, self.arm_losses), (self.base_label, self.base_losses))
+        spreads = [(name, [*x.values()]) for name, x in arms if len(x) > 1]
+        return [name for name, x in spreads if np.std(x, ddof=1) <= self._no_spread]
 
     @property
     def is_identical(self) -> bool:
@@ -175,7 +172,7 @@ class Comparison:
     @property
     def far(self) -> tuple[Pair, Estimate] | None:
         """A pair that is far from the rest, and the interval of the others."""
-        at = far_pair(self.differences)
+        at = far_value(self.differences)
         if at is None:
             return None
         interval = anytime_interval if self.added else paired
@@ -183,39 +180,55 @@ class Comparison:
         return None if rest is None else (self.pairs[at], rest.widened(self.slack))
 
     @property
-    def _deviation(self) -> Estimate | None:
-        """The estimate whose deviation is that of a pair."""
-        if self.pooled is not None:
-            return self.pooled if self.blocks and self.estimate else None
-        return self.paired if self.is_paired and self.estimate else None
+    def atypical(self) -> tuple[int, int]:
+        """How many runs of the arm and of the base failed, diverged, or are far from the rest: of a
+        far pair the run that is further from the median of its arm, without pairs one of an arm."""
+        bad = [set(outcome.bad) for outcome in self.outcomes]
+        losses = self.arm_losses, self.base_losses
+        if self.is_paired and self.far:
+            pair = self.far[0]
+            medians = [float(np.median([*of.values()])) for of in losses]
+            arm_off = abs(pair.arm_losses[-1] - medians[0])
+            is_arm = arm_off >= abs(pair.base_losses[-1] - medians[1])
+            bad[0 if is_arm else 1].add((pair.arm if is_arm else pair.base).name)
+        for names, arm, of in zip(bad, (self.arm, self.base), losses, strict=True):
+            at = None if self.is_paired else far_value([*of.values()])
+            if at is not None:
+                names.add(next(run.name for run in arm.runs if _seed(run) == [*of][at]))
+        return len(bad[0]), len(bad[1])
+
+    @property
+    def spread(self) -> Spread | None:
+        """By which new pairs are planned; None where the deviation of a pair is not known."""
+        if self.estimate is None or not (self.blocks if self.pooled else self.is_paired):
+            return None
+        e = self.pooled or self.paired
+        return None if e is None else Spread.of(e.widened(-self.slack), len(self.pairs))
 
     @property
     def smallest_effect(self) -> float | None:
         """The true difference that as many new pairs would show four times out of five."""
-        e = self._deviation
-        if e is None:
-            return None
-        n = len(self.pairs)
-        return self.slack + smallest_effect(e.deviation, int(e.freedom), n, self.level)
+        known = self.spread
+        return None if known is None else self.slack + known.smallest_effect(len(self.pairs))
 
     @property
-    def gain(self) -> float | None:
-        """Variance of an unpaired difference over that of a paired one, of the runs in pairs: how
-        many times as many runs the same certainty takes where seeds are not shared."""
-        if self.paired is None or self.paired.deviation == 0 or self.rounding:
+    def gain(self) -> tuple[float, float, float] | None:
+        """How many times as many runs the same certainty takes where seeds are not shared, by the
+        runs in pairs, and its interval; None for few."""
+        if len(self.pairs) < GAIN_PAIRS or self.spread is None or self.rounding:
             return None
-        both = [[p.arm_losses[-1], p.base_losses[-1]] for p in self.pairs]
-        return float(np.var(both, axis=0, ddof=1).sum() / self.paired.deviation**2)
+        arm, base = ([getattr(p, x)[-1] for p in self.pairs] for x in ("arm_losses", "base_losses"))
+        return seed_gain(arm, base, self.level)
 
-    def pairs_for(self, effect: float) -> tuple[int | None, int | None] | None:
-        """How many new pairs show a true difference, by the deviation that was measured and by its
-        upper bound; None where no deviation is known."""
-        e = self._deviation
-        if e is None:
+    def pairs_for(self, effect: float, pilot: int | None = None) -> int | None:
+        """How many new pairs show a true difference, by the deviation that was measured, or as if
+        so many pairs had measured it. None: over MAX_PAIRS, or no deviation is known."""
+        known = self.spread
+        if known is None:
             return None
-        effect = max(0.0, effect - self.slack)
-        bound = deviation_bound(e.deviation, e.freedom)
-        return pairs_for(effect, e.deviation, self.level), pairs_for(effect, bound, self.level)
+        if pilot is not None:
+            known = replace(known, freedom=known.arms * (pilot - 1))
+        return known.pairs_for(max(0.0, effect - self.slack))
 
 
 def compare_all(
@@ -224,7 +237,7 @@ def compare_all(
     measured: HeldOutLosses,
     level: float = 0.95,
     anytime: bool | None = None,
-    variance: Literal["pooled", "separate"] = "pooled",
+    variance: Literal["separate", "equal"] = "separate",
     given: Sequence[Record] = (),
 ) -> list[Comparison]:
     """Each arm against `base`; the intervals hold all together with at least `level`.
@@ -232,7 +245,8 @@ def compare_all(
     Args:
         anytime: whether they hold for those who look after each pair; None: where a run is not over
             or was launched after others had a result.
-        variance: of several arms, one of all, or one for each difference (Bonferroni).
+        variance: one for each difference (Bonferroni), or one of all arms, which are said to vary
+            alike. No loss decides it: tests of equal variances miss what makes intervals wrong.
         given: runs that may be in no arm, since they have not begun.
     """
     alone = 1 - (1 - level) / len(arms)
@@ -243,10 +257,10 @@ def compare_all(
         c.added, c.anytime = added, anytime_interval(c.differences, alone)
     for c in comparisons if looked and not added else ():
         c.notes.append(f"{looked}; anytime=false states that no result has decided on that")
-    if len(arms) > 1 and not added and variance == "pooled":
+    if variance == "equal" and not added:
         # Seeds are blocks of the paired arms. Another one has an interval of its own, if any.
         together = [c for c in comparisons if c.is_paired] or comparisons
-        able = sum(c.is_paired or bool(c.unpaired and c.welch_holds) for c in comparisons)
+        able = sum(c.is_paired or c.unpaired is not None for c in comparisons)
         _pool(together, 1 - (1 - level) * len(together) / max(able, len(together)))
     for c in comparisons:
         intervals = (c.paired, c.unpaired, c.anytime, c.pooled)
@@ -255,17 +269,15 @@ def compare_all(
 
 
 def _pool(comparisons: list[Comparison], level: float) -> None:
-    """Sets the intervals of one variance, with seeds as blocks where all arms are paired."""
-    used = [c for c in comparisons if c.arm_losses and c.base_losses]
-    if len(used) < 2:
+    """Sets the intervals of one variance, with seeds as blocks where all arms are paired. Arms
+    without spread are no evidence of it."""
+    used = [c for c in comparisons if c.arm_losses and c.base_losses and not c.is_flat]
+    if not used:
         return
     arms = [used[0].base_losses, *(c.arm_losses for c in used)]
     blocks = all(c.is_paired for c in used)
-    result = pooled(arms, level, blocks)
-    if result is None:
-        return
-    for c, estimate in zip(used, result.estimates, strict=True):
-        c.pooled, c.is_unequal, c.blocks = estimate, result.unequal < UNEQUAL, blocks
+    for c, estimate in zip(used, pooled(arms, level, blocks) or [], strict=False):
+        c.pooled, c.blocks = estimate, blocks
 
 
 def _alone(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Comparison:
@@ -349,12 +361,11 @@ def _looked(given: Sequence[Record], comparisons: Sequence[Comparison]) -> str:
         if how := unfinished(run, until):
             return f"{run.name} {how}"
     for c in comparisons:
-        first = first_result(c.arm.runs), first_result(c.base.runs)
-        for run in (*c.arm.runs, *c.base.runs) if all(first) else ():
+        arm, base = first_result(c.arm.runs), first_result(c.base.runs)
+        for run in (*c.arm.runs, *c.base.runs) if arm and base else ():
             launched = launched_at(run)
-            if launched and launched > max(first)[0]:
-                names = " and ".join(name for _, name in first)
-                return f"{run.name} was launched after {names} had a result"
+            if arm and base and launched and launched > max(arm, base)[0]:
+                return f"{run.name} was launched after {arm[1]} and {base[1]} had a result"
     return ""
 
 

@@ -200,7 +200,7 @@ def unlike(
             lines.append(f"{name} is not the same ({'; '.join(each)})")
     operational = [key for key in differing(runs) if kind_of(key) == "operational"]
     if operational:
-        lines.append(f"keys that change no number differ: {', '.join(operational)}")
+        lines.append(f"these keys differ, which change no number: {', '.join(operational)}")
     return lines
 
 
@@ -209,7 +209,7 @@ def unlike_rows(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
     rows = [_rows(*pair) for pair in pairs]
     different = sum(aspect.first is not None for aspect in rows)
     known = sum(aspect.steps > 0 for aspect in rows)
-    return [f"the rows of {different} of {counted(known, 'pair')} differ"] if different else []
+    return [f"the rows differ in {different} of {counted(known, 'pair')}"] if different else []
 
 
 def _counts(counts: Counter[str]) -> str:

@@ -28,7 +28,13 @@ from lingua.tools.runs.compare.arms import (
 )
 from lingua.tools.runs.compare.axis import Axes
 from lingua.tools.runs.compare.comparison import compare_all
-from lingua.tools.runs.compare.statistics import BOUND, MAX_PAIRS, POWER, deviation_bound, pairs_for
+from lingua.tools.runs.compare.statistics import (
+    MAX_PAIRS,
+    NO_SPREAD,
+    PILOT,
+    POWER,
+    Spread,
+)
 from lingua.tools.runs.compare.text import UNITS, about, wrapped
 
 
@@ -36,13 +42,15 @@ from lingua.tools.runs.compare.text import UNITS, about, wrapped
 class PilotArgs:
     pilot: Free[str]  # folder of runs whose losses differ by chance as those of the comparison will
     effect: Free[float]  # the smallest difference that would matter
+    arms: Free[int] = 2  # arms of the comparison, the base among them
     # measured by the losses after this step; null: the last one that all runs of the pilot have
     step: Free[int | None] = None
-    level: Free[float] = 0.95  # level of the interval that is to exclude zero
+    level: Free[float] = 0.95  # level with which all intervals of the comparison hold together
     measure: Free[Literal["nats_per_byte", "nats_per_token", "bits_per_byte"]] = "nats_per_byte"
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 0, "step", maximum=MAX_STEPS)
+        yield from bounds(self, 2, "arms", maximum=1000)
         yield from require(self, "above 0 and finite", lambda v: 0 < v < math.inf, "effect")
         yield from require(self, "from 0.5 to 0.9999", lambda v: 0.5 <= v <= 0.9999, "level")
 
@@ -55,28 +63,27 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"pilot = {args.pilot}: none of its runs has begun")
     measured = measure_runs(records, args.measure, args.step)
     records = [run for run in records if id(run) in measured.losses]
-    result = plan(records, measured, args.effect, args.level)
+    result = plan(records, measured, args.effect, args.level, args.arms)
     step = int(measured.steps[-1])
     if len(words) < len(argv):
-        needs = [{**asdict(need), "runs": need.runs} for need in result.needs]
-        print(json.dumps({**asdict(result), "needs": needs, "step": step}, indent=1))
+        print(json.dumps({**asdict(result), "step": step}, indent=1))
         return
-    rows = [["deviation of a difference", "", "seeds", "runs", "training"]]
+    rows = [["pilot", "seeds", "runs", "training"]]
     for need in result.needs:
-        chance = f" ({100 * BOUND:.0f} %)" if need.kind != "measured" else ""
         seconds = result.seconds and need.runs and need.runs * result.seconds
         pairs = f"over {MAX_PAIRS:,}" if need.pairs is None else f"{need.pairs:,}"
         runs = "" if need.runs is None else f"{need.runs:,}"
-        rows.append([need.kind + chance, f"{need.deviation:.4g}", pairs, runs,
-                     short_time(seconds) if seconds else "unknown"])  # fmt: skip
+        rows.append([need.pilot, pairs, runs, short_time(seconds) if seconds else "unknown"])
     per_run = "" if result.seconds is None else f", {short_time(result.seconds)} each in the pilot"
+    two = "two arms" if args.arms == 2 else f"the base and one of {args.arms - 1} others"
     lines = [
-        f"To show a difference of {args.effect:.4g} {UNITS[args.measure]} between two arms with "
+        f"To show a difference of {args.effect:.4g} {UNITS[args.measure]} between {two} with "
         f"common seeds in {100 * POWER:.0f} % of cases, at {100 * args.level:.4g} %:",
         "",
         *align(rows, left=1),
         "",
-        f"deviation: of {result.measured_by}",
+        f"deviation of a difference: {result.deviation:.4g}, of {result.measured_by}; "
+        f"the {100 * POWER:.0f} % are the mean over the true deviations that this leaves possible",
         f"training: of all runs, one after another{per_run}",
         about("step", step),
     ]
@@ -86,41 +93,40 @@ def main(argv: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Need:
-    """What showing an effect takes if one difference has this standard deviation."""
+    """What showing an effect takes by a pilot."""
 
-    kind: str  # measured, or its upper bound
-    deviation: float
+    pilot: str
     pairs: int | None  # None: more than MAX_PAIRS
-
-    @property
-    def runs(self) -> int | None:
-        return self.pairs and 2 * self.pairs
+    runs: int | None  # of all arms
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Two arms of as many seeds as a difference takes."""
+    """Arms of as many seeds as a difference takes."""
 
-    needs: list[Need]
-    measured_by: str  # the runs that the deviation is of
+    deviation: float  # of one difference
+    measured_by: str  # the runs that it is of
+    needs: list[Need]  # by the pilot, and by a larger one where it is small
     seconds: float | None  # mean training time of a run of the pilot; None: not recorded
 
 
-def plan(records: Sequence[Record], measured: HeldOutLosses, effect: float, level: float) -> Plan:
+def plan(
+    records: Sequence[Record], measured: HeldOutLosses, effect: float, level: float, arms: int
+) -> Plan:
     """Raises UserError where no two runs of the pilot differ in nothing but the seed."""
     deviation, freedom, measured_by = _deviation(records, measured)
-    if deviation == 0:
-        raise UserError("pilot: the seed has no effect on its losses, so more seeds show nothing")
-    needs = [
-        Need(kind, value, pairs_for(effect, value, level))
-        for kind, value in (
-            ("measured", deviation),
-            ("upper bound", deviation_bound(deviation, freedom)),
-        )
-    ]
+    alone = 1 - (1 - level) / (arms - 1)  # see compare_all
+    needs = []
+    for pilot, degrees in (
+        ("this one", freedom),
+        (f"{PILOT} seeds, if they measured the same", PILOT - 1),
+    ):
+        if degrees >= freedom:
+            pairs = Spread(deviation, degrees, alone).pairs_for(effect)
+            needs.append(Need(pilot, pairs, pairs and arms * pairs))
     last = np.array([measured.steps[-1]])
     seconds = float(np.mean([Axes.of(record.metrics).at(last)[2] for record in records]))
-    return Plan(needs, measured_by, seconds if math.isfinite(seconds) else None)
+    return Plan(deviation, measured_by, needs, seconds if math.isfinite(seconds) else None)
 
 
 def _deviation(records: Sequence[Record], measured: HeldOutLosses) -> tuple[float, float, str]:
@@ -128,24 +134,28 @@ def _deviation(records: Sequence[Record], measured: HeldOutLosses) -> tuple[floa
     arms = find_arms(records)
     base = choose_base(arms)
     others = [arm for arm in arms if arm is not base]
-    comparisons = compare_all(others, base, measured, anytime=False) if others else []
-    if comparisons and all(c.is_paired for c in comparisons):
-        e = comparisons[0].pooled or comparisons[0].paired
-        if e is not None:
-            pairs = counted(sum(len(c.pairs) for c in comparisons), "pair")
-            return e.deviation, e.freedom, pairs
-    losses = [
-        [loss for run in arm.runs if math.isfinite(loss := float(measured.losses[id(run)][-1]))]
-        for arm in arms
-    ]
-    freedom = sum(max(0, len(values) - 1) for values in losses)
-    if freedom == 0:
+    comparisons = (
+        compare_all(others, base, measured, anytime=False, variance="equal") if others else []
+    )
+    spreads = [c.spread for c in comparisons]
+    if spreads and spreads[0] and None not in spreads:
+        pairs = counted(sum(len(c.pairs) for c in comparisons), "pair")
+        alike = ", of arms that are assumed to vary alike" if len(spreads) > 1 else ""
+        return spreads[0].deviation, spreads[0].freedom, f"{pairs}{alike}"
+    losses = [[float(measured.losses[id(run)][-1]) for run in arm.runs] for arm in arms]
+    losses = [[loss for loss in values if math.isfinite(loss)] for values in losses]
+    several = [values for values in losses if len(values) > 1]
+    if not several:
         raise UserError(
             "pilot: no two of its runs differ in nothing but the seed, so nothing is known of "
             "chance; run one config with two seeds or more"
         )
-    squares = sum(len(values) * float(np.var(values)) for values in losses if values)
-    runs = counted(sum(len(values) for values in losses), "run")
+    varied = [x for x in several if np.std(x, ddof=1) > NO_SPREAD * max(map(abs, x))]
+    if not varied:
+        raise UserError("pilot: the seed has no effect on its losses, so more seeds show nothing")
+    freedom = sum(len(values) - 1 for values in varied)
+    squares = sum(len(values) * float(np.var(values)) for values in varied)
+    runs = counted(sum(len(values) for values in varied), "run")
     return (
         math.sqrt(2 * squares / freedom),
         freedom,

@@ -17,16 +17,15 @@ import numpy as np
 from lingua.base.errors import import_optional
 
 POWER = 0.8  # probability of showing a difference that counts as large enough to be shown
-BOUND = 0.9  # probability that the upper bound of a deviation is above the true one
 MAX_PAIRS = 10_000  # beyond, nobody trains them
+PILOT = 5  # pairs that measure a deviation well enough to plan by it
 MIXTURE = (
     0.5  # inverse variance of the effects, in deviations, for which the anytime interval is narrow
 )
-# {runs of the smaller arm: most of the larger} where Welch's interval claims at most 6.5 % of
-# differences that are none, in simulations of normal and of t3 losses of equal variance.
-WELCH_LIMITS = {2: 2, 3: 10}
-FAR, UNFIT = 0.01, 0.05  # p values below which a pair is far, a distribution not normal
-UNEQUAL = 0.05  # p value below which variances are called unequal
+FAR, UNFIT = 0.01, 0.05  # p values below which a value is far, a distribution not normal
+# Deviations of losses that may be rounding, relative to the loss: additions in another order change
+# those of the recorded pool, in float32, by up to 1e-6, and seeds by 1e-2.
+NO_SPREAD = 3e-6
 
 Values = Sequence[float] | np.ndarray
 
@@ -63,29 +62,22 @@ def paired(differences: Values, level: float) -> Estimate | None:
 
 
 def unpaired(arm: Values, base: Values, level: float) -> Estimate | None:
-    """Welch's interval of the mean of `arm` minus that of `base`, whose variances may differ; None
-    where one of them has fewer than two values."""
+    """The interval of the mean of `arm` minus that of `base`, whose variances may differ; None
+    where one of them has fewer than two values.
+
+    Its degrees of freedom are those of the smaller sample, with which it never claims more normal
+    differences that are none than the level says (Mickey and Brown 1966, Bounds on the distribution
+    functions of the Behrens-Fisher statistic). Those that Welch estimates claim too many where one
+    sample has two or three values, the more the nearer the level is to 1.
+    """
     if min(len(arm), len(base)) < 2:
         return None
     mean = float(np.mean(arm) - np.mean(base))
-    parts = [float(np.var(values, ddof=1)) / len(values) for values in (arm, base)]
-    error, deviation = math.sqrt(sum(parts)), math.sqrt(np.var(arm, ddof=1) + np.var(base, ddof=1))
-    if error == 0:
-        return Estimate(mean, mean, mean, deviation, math.inf, level)
-    # Welch (1947): the degrees of freedom of the sum of two variances.
-    shares = [
-        (part / error**2) ** 2 / (n - 1)
-        for part, n in zip(parts, map(len, (arm, base)), strict=True)
-    ]
-    freedom = 1 / sum(shares)
+    variances = [float(np.var(values, ddof=1)) for values in (arm, base)]
+    error = math.sqrt(variances[0] / len(arm) + variances[1] / len(base))
+    freedom = min(len(arm), len(base)) - 1
     half = error * _critical(freedom, level)
-    return Estimate(mean, mean - half, mean + half, deviation, freedom, level)
-
-
-def welch_holds(runs: int, base_runs: int) -> bool:
-    """Whether Welch's interval of so many runs keeps its level."""
-    few, many = sorted((runs, base_runs))
-    return many <= WELCH_LIMITS.get(few, math.inf)
+    return Estimate(mean, mean - half, mean + half, math.sqrt(sum(variances)), freedom, level)
 
 
 def anytime_interval(differences: Values, level: float) -> Estimate | None:
@@ -112,19 +104,12 @@ def anytime_interval(differences: Values, level: float) -> Estimate | None:
 # ---- several arms
 
 
-@dataclass(frozen=True)
-class Pooled:
-    """The differences of several arms to one base, with one variance; their intervals hold all
-    together with the level."""
-
-    estimates: list[Estimate]  # in the order of the arms
-    unequal: float  # p value that the deviation of one arm differs from the others'; 1: not known
-
-
-def pooled(arms: Sequence[dict[str, float]], level: float, blocks: bool) -> Pooled | None:
-    """Least squares of value = arm + seed, or without `blocks` of value = arm, and Dunnett's
-    critical value (1955, A multiple comparison procedure for comparing several treatments with a
-    control). None where no degree of freedom is left, or a difference cannot be estimated.
+def pooled(arms: Sequence[dict[str, float]], level: float, blocks: bool) -> list[Estimate] | None:
+    """The differences of arms to a base, in their order, if all vary alike: intervals of one
+    variance that hold all together with `level`. Least squares of value = arm + seed, or without
+    `blocks` of value = arm, and Dunnett's critical value (1955, A multiple comparison procedure for
+    comparing several treatments with a control). None where no degree of freedom is left, or a
+    difference cannot be estimated.
 
     Args:
         arms: values by seed; the first arm is the base.
@@ -146,11 +131,10 @@ def pooled(arms: Sequence[dict[str, float]], level: float, blocks: bool) -> Pool
     scale = np.sqrt(np.diag(covariance))
     critical = dunnett(covariance / np.outer(scale, scale), freedom, level)
     halves = critical * deviation * scale
-    estimates = [
+    return [
         Estimate(mean, mean - half, mean + half, deviation * math.sqrt(2), freedom, level)
         for mean, half in zip(solution[:k].tolist(), halves.tolist(), strict=True)
     ]
-    return Pooled(estimates, unequal_variance(arms, blocks))
 
 
 def dunnett(correlation: np.ndarray, freedom: int, level: float) -> float:
@@ -172,36 +156,6 @@ def dunnett(correlation: np.ndarray, freedom: int, level: float) -> float:
     return float(_scipy("optimize").brentq(excess, low, high, xtol=1e-3))
 
 
-def unequal_variance(arms: Sequence[dict[str, float]], blocks: bool) -> float:
-    """The smallest p value of an F test of the deviation of one arm, in what it differs by from the
-    mean of the others, against that of the others; times the number of arms (Bonferroni). 1 where
-    too few runs are there."""
-    if blocks:
-        common = [seed for seed in arms[0] if all(seed in arm for arm in arms)]
-        if len(common) < 2:
-            return 1.0
-        table = np.array([[arm[seed] for seed in common] for arm in arms])
-        table = table - table.mean(0)
-        rows = list(table * math.sqrt(len(arms) / (len(arms) - 1)))
-        # The sum of squares of one arm, and that of all others after it.
-        squares = [float(((row - row.mean()) ** 2).sum()) for row in rows]
-        total = float(((table - table.mean(1, keepdims=True)) ** 2).sum())
-        freedoms = [len(common) - 1] * len(arms)
-        every = (len(arms) - 1) * (len(common) - 1)
-    else:
-        samples = [np.array(list(arm.values())) for arm in arms]
-        squares = [float(((x - x.mean()) ** 2).sum()) for x in samples]
-        freedoms = [len(x) - 1 for x in samples]
-        total, every = sum(squares), sum(freedoms)
-    smallest = 1.0
-    for square, freedom in zip(squares, freedoms, strict=True):
-        rest, others = total - square, every - freedom
-        if freedom > 0 and others > 0 and rest > 0:
-            above = float(_scipy().f.sf(square / freedom / (rest / others), freedom, others))
-            smallest = min(smallest, 2 * min(above, 1 - above))
-    return min(1.0, smallest * len(arms))
-
-
 # ---- what the interval of pairs rests on
 
 
@@ -215,11 +169,11 @@ def sign_flip(differences: Values) -> float:
     return float(test.pvalue)
 
 
-def far_pair(differences: Values) -> int | None:
-    """The index of a difference that is far from the rest by the test of Grubbs (1950), corrected
-    for having looked at all; None where none is, and for fewer than four."""
-    n = len(differences)
-    values = np.array(differences)
+def far_value(values: Values) -> int | None:
+    """The index of a value that is far from the rest by the test of Grubbs (1950), corrected for
+    having looked at all; None where none is, and for fewer than four."""
+    n = len(values)
+    values = np.array(values)
     if n < 4 or values.std() == 0:
         return None
     distance = abs(values - values.mean()) / values.std(ddof=1)
@@ -235,48 +189,61 @@ def is_normal(differences: Values) -> bool:
     return bool(len(values) < 3 or np.ptp(values) == 0 or _scipy().shapiro(values).pvalue >= UNFIT)
 
 
+def seed_gain(arm: Values, base: Values, level: float) -> tuple[float, float, float]:
+    """Variance of an unpaired difference over that of a paired one, and its interval. That of the
+    variances of sum and difference is of the F distribution: exact where both vary alike, else
+    wider than it needs to be (Pitman 1939, Biometrika 31)."""
+    both = np.array([arm, base])
+    ratio = float(np.var(both.sum(0), ddof=1) / np.var(both[0] - both[1], ddof=1))
+    factor = float(_scipy().f.ppf((1 + level) / 2, len(arm) - 1, len(arm) - 1))
+    return (1 + ratio) / 2, (1 + ratio / factor) / 2, (1 + ratio * factor) / 2
+
+
 # ---- how many pairs
 
 
-def power(effect: float, deviation: float, pairs: int, level: float) -> float:
-    """Probability that the interval of so many pairs is on the side of zero that it should be on,
-    where the true difference is `effect`: by the noncentral t distribution (Cohen 1988, Statistical
-    Power Analysis for the Behavioral Sciences, 2.4)."""
-    shift = abs(effect) / deviation * math.sqrt(pairs)
-    return float(_scipy().nct.sf(_critical(pairs - 1, level), pairs - 1, shift))
+@dataclass(frozen=True)
+class Spread:
+    """What is known of the deviation of a difference, and how new pairs will be judged."""
 
+    deviation: float
+    freedom: float  # its degrees of freedom: the fewer, the more true deviations are possible
+    level: float  # of the interval of one difference
+    arms: float = 1  # that measure one deviation, each with as many pairs
 
-def pairs_for(effect: float, deviation: float, level: float) -> int | None:
-    """The fewest pairs that show `effect` with probability POWER; None for over MAX_PAIRS."""
-    if deviation == 0:
-        return 2
-    if effect == 0 or power(effect, deviation, MAX_PAIRS, level) < POWER:
-        return None
-    counts = range(2, MAX_PAIRS)  # power rises with the number of pairs
-    return 2 + bisect_left(counts, POWER, key=lambda n: power(effect, deviation, n, level))
+    @staticmethod
+    def of(estimate: Estimate, pairs: int) -> "Spread":
+        """That of an estimate from so many pairs, for others that are judged like it."""
+        e = estimate
+        critical = (e.high - e.mean) / e.deviation * math.sqrt(pairs)
+        level = 1 - 2 * float(_scipy().t.sf(critical, e.freedom))
+        return Spread(e.deviation, e.freedom, level, e.freedom / (pairs - 1))
 
+    def power(self, effect: float, pairs: int) -> float:
+        """Probability that the interval of so many new pairs is on the side of zero that it should
+        be on, where the true difference is `effect`: by the noncentral t distribution (Cohen 1988,
+        Statistical Power Analysis for the Behavioral Sciences, 2.4), in the mean over the true
+        deviations that are possible."""
+        stats, shares = _scipy(), (np.arange(100) + 0.5) / 100
+        measured = np.sqrt(stats.chi2.ppf(shares, self.freedom) / self.freedom)  # over the true one
+        shift = abs(effect) / self.deviation * measured * math.sqrt(pairs)
+        freedom = self.arms * (pairs - 1)
+        return float(stats.nct.sf(_critical(freedom, self.level), freedom, shift).mean())
 
-def deviation_bound(deviation: float, freedom: float) -> float:
-    """An upper bound of the true deviation, which is above it with probability BOUND."""
-    return deviation * math.sqrt(freedom / float(_scipy().chi2.ppf(1 - BOUND, freedom)))
+    def pairs_for(self, effect: float) -> int | None:
+        """The fewest new pairs that show `effect` with probability POWER; None: over MAX_PAIRS."""
+        if self.power(effect, MAX_PAIRS) < POWER:
+            return None
+        counts = range(2, MAX_PAIRS)  # power rises with their number
+        return 2 + bisect_left(counts, POWER, key=lambda n: self.power(effect, n))
 
-
-def smallest_effect(deviation: float, freedom: int, pairs: int, level: float) -> float:
-    """The true difference that as many new pairs show with probability POWER: the multiple of a
-    measured deviation, of `freedom` degrees, that is right in the mean over what would be measured.
-    """
-    stats, critical = _scipy(), _critical(freedom, level)
-    shares = (np.arange(400) + 0.5) / 400
-    measured = np.sqrt(stats.chi2.ppf(shares, freedom) / freedom)  # over the true deviation
-
-    def shown(effect: float) -> float:
-        shift = effect * measured * math.sqrt(pairs)
-        return float(stats.nct.sf(critical, freedom, shift).mean()) - POWER
-
-    high = 1.0
-    while shown(high) < 0:
-        high *= 2
-    return deviation * float(_scipy("optimize").brentq(shown, 0, high))
+    def smallest_effect(self, pairs: int) -> float:
+        """The true difference that so many new pairs show with probability POWER."""
+        high = self.deviation
+        while self.power(high, pairs) < POWER:
+            high *= 2
+        solve = _scipy("optimize").brentq
+        return float(solve(lambda effect: self.power(effect, pairs) - POWER, 0, high))
 
 
 def proportion(count: int, of: int, level: float) -> tuple[float, float]:

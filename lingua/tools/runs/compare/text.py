@@ -13,13 +13,14 @@ from lingua.run.records import Record
 from lingua.tools.runs.compare.arms import By, HeldOutLosses, listed
 from lingua.tools.runs.compare.comparison import Comparison, Pair
 from lingua.tools.runs.compare.differences import Aspect, causes, first_differences, only_rounding
-from lingua.tools.runs.compare.statistics import MAX_PAIRS, POWER, Estimate, proportion
+from lingua.tools.runs.compare.statistics import MAX_PAIRS, PILOT, POWER, Estimate, proportion
 
 WIDTH = 80
 MAX_TABLE_STEPS = 8  # rows of the table along training
 UNITS = {"nats_per_byte": "nats per byte", "nats_per_token": "nats per token",
          "bits_per_byte": "bits per byte"}  # fmt: skip
 SPENT = {"tokens": "tokens", "flops": "FLOPs", "time": "s of training"}
+UNIT = {"step": "step", "tokens": "tokens", "flops": "FLOPs", "time": "seconds"}
 LAST = {"step": "last step", "tokens": "largest number of tokens",
         "flops": "largest number of FLOPs", "time": "longest training time"}  # fmt: skip
 # What an anytime interval takes: (true difference in deviations, pairs that show it in half and in
@@ -35,7 +36,7 @@ def heading(
     yield f"held-out loss after {place} in {unit}; lower is better"
     if arms > 1:
         yield from wrapped(
-            f"{arms} arms are compared with one: their intervals hold all together with "
+            f"{arms} arms are compared with one: all of their intervals hold together with "
             f"{100 * level:.4g} %"
         )
     if measured.shortest:
@@ -102,7 +103,7 @@ def _statement(c: Comparison, unit: str, effect: float | None) -> str:
     """What the numbers of a comparison mean."""
     survived = c.survivors if c.arm_losses and c.base_losses else ""
     text = f"{survived}{_meaning(c, unit)}"
-    return " ".join([text, *_needed(c, effect), about(c.by, c.steps[-1])])
+    return " ".join([text, *_typical(c), *_needed(c, effect), about(c.by, c.steps[-1])])
 
 
 def _meaning(c: Comparison, unit: str) -> str:
@@ -123,40 +124,62 @@ def _meaning(c: Comparison, unit: str) -> str:
     runs = f"{counted(len(c.arm_losses), 'run')} against {len(c.base_losses)}, not paired"
     within = c.is_paired if c.pooled is None else c.blocks
     how = counted(len(c.pairs), "pair") if within else runs
+    how += ", assuming that all arms vary alike" if c.pooled is not None else ""
     level = f"{100 * e.level:.4g} % {'anytime ' if c.added else ''}interval"
     if e.excludes_zero:
         better = "better" if e.mean < 0 else "worse"
         low, high = sorted((abs(e.low), abs(e.high)))
         return (
-            f"{c.arm_label} is {better} than {c.base_label} by {number(abs(e.mean))} {unit}, "
-            f"{level} {number(low)} to {number(high)}, {how}."
+            f"{c.arm_label} is {better} than {c.base_label} by {number(abs(e.mean))} {unit} in "
+            f"typical runs, {level} {number(low)} to {number(high)}, {how}."
         )
     return (
-        f"{c.arm_label} and {c.base_label} cannot be told apart: difference "
+        f"{c.arm_label} and {c.base_label} cannot be told apart: difference of typical runs "
         f"{number(e.mean, '+')} {unit}, {level} {_interval(e, number)}, {how}."
     )
 
 
+def _typical(c: Comparison) -> Iterator[str]:
+    """How often runs are not typical: the interval holds where losses are about normal, and a few
+    seeds do not show how often a run fails."""
+    if c.estimate is None or c.rounding or c.is_identical:
+        return
+    shares = []
+    for count, outcome in zip(c.atypical, c.outcomes, strict=True):
+        low, high = proportion(count, outcome.runs, c.level)
+        percent = f"{100 * c.level:.4g} %: {100 * low:.0f} to {100 * high:.0f} %"
+        shares.append(f"{count} of {outcome.runs} ({percent})")
+    yield f"Runs that failed or are far from the rest: {' against '.join(shares)}."
+
+
 def _needed(c: Comparison, effect: float | None) -> Iterator[str]:
     """How many pairs would show `effect`."""
-    needed = None if effect is None or c.rounding or c.is_identical else c.pairs_for(effect)
-    if needed is None:
+    if effect is None or c.spread is None or c.rounding or c.is_identical:
         return
-    least, most = (f"{MAX_PAIRS:,}+" if n is None else f"{n:,}" for n in needed)
-    pairs = f"About {least}" if least == most else f"About {least} to {most}"
-    yield f"{pairs} new pairs, looked at once, would show {effect:.4g}."
+    needed = c.pairs_for(effect), c.pairs_for(effect, PILOT)
+    pairs = [f"over {MAX_PAIRS:,} pairs" if n is None else f"about {n:,} pairs" for n in needed]
+    yield (
+        f"In a new comparison of these arms, {pairs[0]} would show a difference of {effect:.4g} in "
+        f"{100 * POWER:.0f} % of cases."
+    )
+    if len(c.pairs) < PILOT:
+        yield (
+            f"{len(c.pairs)} pairs measure the deviation poorly; if {PILOT} pairs measured the "
+            f"same, {pairs[1]} would be enough."
+        )
 
 
 def _without_interval(c: Comparison, unit: str) -> str:
     n, m = len(c.arm_losses), len(c.base_losses)
     if not (n and m):
         return "Nothing is left to compare."
-    if len(c.constant) == 2 or (c.constant and min(n, m) == 1):
+    if c.constant:
         which = " and of ".join(c.constant)
         arm, base = (np.mean(list(losses.values())) for losses in (c.arm_losses, c.base_losses))
         return (
-            f"The seed has no effect: all runs of {which} have one loss, so chance cannot be "
-            f"estimated; {c.arm_label} differs by {arm - base:+.4f} {unit} from {c.base_label}."
+            f"The seed has no effect: all runs of {which} have the same loss up to rounding, so "
+            f"chance cannot be estimated; {c.arm_label} differs by {arm - base:+.4f} {unit} from "
+            f"{c.base_label}."
         )
     if len(c.pairs) == 1 == min(n, m):
         [pair] = c.pairs
@@ -165,7 +188,10 @@ def _without_interval(c: Comparison, unit: str) -> str:
             f"{pair.differences[-1]:+.4f} {unit} from {pair.base.name}. Run both with more seeds."
         )
     if c.is_paired:
-        return f"All {len(c.pairs)} differences are equal: chance cannot be estimated."
+        return (
+            f"All {len(c.pairs)} differences are {c.differences.mean():+.4f} {unit} up to "
+            "rounding: chance cannot be estimated."
+        )
     runs = f"{c.arm_label} and {c.base_label}: {counted(n, 'run')} and {m}, "
     common = counted(len(c.pairs), "common seed") if c.pairs else "without a common seed"
     refused = ""
@@ -174,11 +200,6 @@ def _without_interval(c: Comparison, unit: str) -> str:
             f" No verdict: the anytime rule decides, as {c.added}, and needs pairs. Wait until all "
             "runs are over; anytime=false states that their number was fixed before the first "
             "result."
-        )
-    elif min(n, m) > 1:
-        refused = (
-            f" Welch's interval of {n} against {m} runs is refused: it would claim more than "
-            "6.5 % of differences that are none."
         )
     return f"{runs}{common}.{refused} Run both with the same seeds."
 
@@ -197,15 +218,14 @@ def rule(c: Comparison) -> str:
             "pairs was fixed before the first result: anytime=false"
         )
     if c.pooled is not None:
-        blocks = "seeds as blocks" if c.blocks else "without blocks, as not all arms are paired"
-        unequal = " (warning: one arm varies more or less than the others, F test)"
+        blocks = "seeds as blocks" if c.blocks else "without blocks, as no arm is paired"
         return (
-            f"rule: one variance of all arms{unequal if c.is_unequal else ''}, {blocks}, and "
-            "Dunnett's critical value; variance=separate: each difference has its own"
+            "rule: one variance of all arms, as variance=equal states before the runs, "
+            f"{blocks}, and Dunnett's critical value"
         )
     paired = f"{of} are in pairs" if c.pairs else "no seed is common"
-    which = "paired" if c.is_paired else "Welch"
-    return f"rule: {which}, as {paired}; paired takes two pairs, and half of the smaller arm"
+    which = "paired" if c.is_paired else "unpaired"
+    return f"rule: {which}, as {paired} (paired needs two pairs, and half of the smaller arm)"
 
 
 def _interval(e: Estimate, number: Callable[..., str]) -> str:
@@ -252,8 +272,6 @@ def lines(
 
 def _shape(c: Comparison, number: Callable[..., str]) -> Iterator[str]:
     """What the interval that decides does not fit."""
-    for name in c.constant:
-        yield f"the seed has no effect in {name}: all of its runs have one loss"
     if not c.is_paired:
         return
     if c.far is not None:
@@ -271,6 +289,8 @@ def _shape(c: Comparison, number: Callable[..., str]) -> Iterator[str]:
 
 
 def _numbers(c: Comparison, unit: str, number: Callable[..., str]) -> Iterator[str]:
+    if c.estimate is None:
+        return
     runs = f"{len(c.arm_losses)} and {len(c.base_losses)} runs"
     pairs = counted(len(c.pairs), "pair")
     rows = [["", "difference", "interval", "level", "deviation", ""]]
@@ -278,30 +298,29 @@ def _numbers(c: Comparison, unit: str, number: Callable[..., str]) -> Iterator[s
         ("pooled", c.pooled, pairs if c.blocks else runs),
         ("anytime", c.anytime, pairs),
         ("paired", c.paired, pairs),
-        ("unpaired", c.unpaired if c.welch_holds else None, runs),
+        ("unpaired", c.unpaired, runs),
     ):
         if e is not None:
             mark = ">" if e is c.estimate else " "  # it decides
             level = f"{100 * e.level:.4g} %"
             rows.append([f"{mark} {name}", number(e.mean, "+"), _interval(e, number), level,
                          number(e.deviation), n])  # fmt: skip
-    if len(rows) > 1:
-        yield ""
-        yield from align(rows, left=1)
-    if c.estimate is None:
-        return
+    yield ""
+    yield from align(rows, left=1)
     if c.sign_flip is not None:
-        few = "; fewer than six pairs never have one below 0.05" if len(c.pairs) < 6 else ""
+        few = "; with fewer than six pairs it is never below 0.05" if len(c.pairs) < 6 else ""
         yield from wrapped(f"sign-flip test of the pairs: p = {c.sign_flip:.2g}{few}")
     if c.smallest_effect is not None:
         yield from wrapped(
             f"smallest detectable effect: {number(c.smallest_effect)} {unit}, the true difference "
-            f"that {pairs} more, looked at once, would show in {100 * POWER:.0f} % of cases"
+            f"that a new comparison of these arms with {pairs} would show in {100 * POWER:.0f} % "
+            "of cases"
         )
     if c.gain is not None:
+        ratio, low, high = c.gain
         yield from wrapped(
-            "common seeds: without them the variance of a difference would be "
-            f"{c.gain:.2g} times as large"
+            f"common seeds: without them the variance of a difference would be {ratio:.2g} times "
+            f"as large ({100 * c.level:.4g} %: {low:.2g} to {high:.2g})"
         )
 
 
@@ -312,9 +331,9 @@ def _along(c: Comparison, number: Callable[..., str]) -> Iterator[str]:
         return
     chosen = sorted({round(i * (n - 1) / (MAX_TABLE_STEPS - 1)) for i in range(MAX_TABLE_STEPS)})
     yield ""
-    rows = [[c.by, "difference", f"interval, of this {c.by} alone", "pairs"]]
+    rows = [[UNIT[c.by], "difference", "interval of this row alone", "pairs"]]
     for step, pairs, mean, e in (c.along[i] for i in chosen):
-        interval = "" if e is None else f"{number(e.low, '+')} to {number(e.high, '+')}"
+        interval = f"{number(e.low, '+')} to {number(e.high, '+')}" if e and c.estimate else ""
         rows.append([_amount(c.by, step), number(mean, "+"), interval, f"{pairs}"])
     yield from align(rows, left=0)
 
@@ -368,9 +387,9 @@ def as_json(c: Comparison, unit: str, effect: float | None = None) -> dict[str, 
         "sign_flip": c.sign_flip,
         "far_pair": c.far and _pair_names(c.far[0]),
         "is_normal": c.is_normal,
-        "is_unequal": c.is_unequal,
         "smallest_effect": c.smallest_effect,
         "unpaired_over_paired_variance": c.gain,
+        "atypical": c.atypical,
         "effect": effect,
         "pairs_for_effect": effect and c.pairs_for(effect),
         "outcomes": [asdict(outcome) for outcome in c.outcomes],

@@ -101,13 +101,14 @@ def test_one_curve_that_was_measured_at_other_steps_is_not_another(by, tmp_path)
     arms, rng = write_arms(tmp_path, 4), np.random.default_rng(1)
     apart = []
     for _ in range(5):
-        c = compared(arms, by, rng, 1e-6)
+        c = compared(arms, by, rng, 3e-5)
         assert c.estimate is not None and not c.estimate.excludes_zero
         apart += [e is not None and e.excludes_zero for *_, e in c.along]
-        assert c.pairs_for(c.slack) == (None, None) and c.smallest_effect > c.slack > 0
-        assert c.sign_flip == 1.0 and any("interpolated" in note for note in c.notes)
+        assert c.pairs_for(c.slack) is None and c.smallest_effect > c.slack > 0
+        assert c.spread is not None and c.spread.level == pytest.approx(c.level)
+        assert c.sign_flip > 2 / 2**4 and any("interpolated" in note for note in c.notes)
     assert len(apart) > 50 and np.mean(apart) < 0.1
-    found = compared(arms, by, rng, 1e-6, better=0.01).estimate
+    found = compared(arms, by, rng, 3e-5, better=0.01).estimate
     assert found is not None and found.high < 0 and found.mean == pytest.approx(-0.01, abs=1e-3)
 
 
@@ -130,10 +131,11 @@ def test_seconds_that_depend_on_more_than_the_config_are_a_note(tmp_path):
 @pytest.mark.soak
 @pytest.mark.parametrize("by", BY)
 def test_one_curve_is_claimed_to_differ_in_at_most_7_percent(by, tmp_path):
-    for noise in (1e-5, 1e-3):  # the error of a chord is 1e-4
+    for noise in (3e-5, 1e-3):  # the error of a chord is 1e-4
         claims = []
         for seeds in (3, 5):
             arms = write_arms(tmp_path / f"{noise}-{seeds}", seeds)
             rng = np.random.default_rng(seeds)
-            claims += [compared(arms, by, rng, noise).estimate.excludes_zero for _ in range(500)]
+            found = [compared(arms, by, rng, noise).estimate for _ in range(500)]
+            claims += [e is not None and e.excludes_zero for e in found]  # None: of no spread
         assert np.mean(claims) <= 0.07, noise
