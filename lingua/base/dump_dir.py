@@ -29,7 +29,7 @@ AUDIT = "audit.json"  # the newest verdict of `lingua audit` that was to be reco
 # ---- written by a launch
 
 BASE_CONFIG = "base_config.yaml"  # the config as it was launched
-LAUNCHED_AT = "# launched at "  # what BASE_CONFIG begins with, before the time in UTC
+LAUNCHED_AT = "# launched at "  # what BASE_CONFIG begins with: the time in UTC, assumptions
 PLAN = "plan.json"  # what the run should need, by lingua.tools.plan
 CODE = "code"  # a copy of the checkout
 CODE_COMMIT, CODE_DIFF = f"{CODE}.commit", f"{CODE}.diff"  # commit, uncommitted changes

@@ -43,8 +43,8 @@ class CompareArgs:
     # launched after others had a result
     anytime: Free[bool | None] = None
     # separate: each difference has its own; equal: you assume that all arms vary alike, whatever
-    # the runs have shown, so that all of them measure one variance
-    variance: Free[Literal["separate", "equal"]] = "separate"
+    # the runs have shown, so that all of them measure one variance; null: as all runs were launched
+    variance: Free[Literal["separate", "equal"] | None] = None
     measure: Free[Literal["nats_per_byte", "nats_per_token", "bits_per_byte"]] = "nats_per_byte"
 
     # ignore: runs of different code are in one arm, and a line states it

@@ -36,11 +36,22 @@ def launched_at(record: Record) -> datetime | None:
     not recorded."""
     starts = [event for event in record.events if event["event"] == "start"]
     times = [_time(event.get("created_at")) for event in starts[:1]]
-    with suppress(OSError, UnicodeDecodeError):
-        place = record.resolve(record.folder / BASE_CONFIG)
-        first_line = read_bytes(place).decode().partition("\n")[0] if place else ""
-        times.append(_time(first_line.removeprefix(LAUNCHED_AT)))
+    times += map(_time, _launch(record)[:1])
     return min(filter(None, times), default=None)
+
+
+def assumes_equal(runs: Sequence[Record]) -> bool:
+    """Whether all runs were launched with the assumption that all arms vary alike."""
+    return all("variance=equal" in _launch(run) for run in runs)
+
+
+def _launch(record: Record) -> list[str]:
+    """What a launch has written before the config: its time, and assumptions."""
+    with suppress(OSError, UnicodeDecodeError):
+        if place := record.resolve(record.folder / BASE_CONFIG):
+            first_line = read_bytes(place).decode().partition("\n")[0]
+            return first_line.removeprefix(LAUNCHED_AT).split()
+    return []
 
 
 def first_result(runs: Sequence[Record]) -> tuple[datetime, str] | None:

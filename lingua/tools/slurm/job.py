@@ -95,6 +95,9 @@ class JobArgs:
     # untracked files and folders of the checkout to copy with the code, besides the Python files of
     # apps, lingua and the app
     copy: list[str] = field(default_factory=list)
+    # what lingua compare will assume of the arms of a sweep: each has a variance of its own, or all
+    # vary alike
+    variance: Literal["separate", "equal"] = "separate"
     # how many runs of a sweep at once; null: all of them as jobs, one on this machine, whose cores
     # and GPUs are divided among those that run
     at_once: int | None = None

@@ -259,7 +259,7 @@ def _write_inputs(
             (dump_dir / LOGS).mkdir(parents=True, exist_ok=True)
             for name in (BASE_CONFIG, PLAN):
                 move_away(dump_dir / name)
-            launched = f"{LAUNCHED_AT}{datetime.now(UTC).isoformat()}\n"
+            launched = f"{LAUNCHED_AT}{datetime.now(UTC).isoformat()} variance={job.variance}\n"
             (dump_dir / BASE_CONFIG).write_text(launched + to_yaml(config), encoding="utf-8")
             if plan is not None:
                 (dump_dir / PLAN).write_text(json.dumps(plan, indent=1) + "\n")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from lingua.run.records import Record
-from lingua.tools.runs.launches import launched_at
+from lingua.tools.runs.launches import assumes_equal, launched_at
 from lingua.tools.slurm.command_line import main, split_values
 from lingua.tools.slurm.job import JobArgs
 from lingua.tools.slurm.launch import launch
@@ -186,7 +186,12 @@ def test_a_run_of_a_sweep_that_fails_or_is_stopped_does_not_end_the_others(tmp_p
 
 def test_print_writes_what_a_job_needs_and_needs_no_slurm(arguments, tmp_path, monkeypatch, capsys):
     job = "launcher=print nodes=2 ngpu=16 gpus=task ncpu=4 mem=64G time=1-00 slurm.reservation=r"
-    words = [*job.split(), "slurm.exclusive=true", "setup=[module load cuda, 'echo \"a, b\"']"]
+    words = [
+        *job.split(),
+        "variance=equal",
+        "slurm.exclusive=true",
+        "setup=[module load cuda, 'echo \"a, b\"']",
+    ]
     argv = [*words, *arguments]
     (tmp_path / "git").symlink_to(str(shutil.which("git")))  # of all commands
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -203,6 +208,7 @@ def test_print_writes_what_a_job_needs_and_needs_no_slurm(arguments, tmp_path, m
     for file in ("base_config.yaml", "code/apps/main/train.py", "code.commit", "logs"):
         assert (folder / file).exists(), file
     assert before <= launched_at(Record(folder)) <= datetime.now(UTC)
+    assert assumes_equal([Record(folder)])
     assert ' -m apps.main.train config="$run/base_config.yaml"' in script
     assert f"sbatch '{folder}/submit.slurm'" in script and "# export NCCL_DEBUG=INFO" in script
     argv.remove("time=1-00")

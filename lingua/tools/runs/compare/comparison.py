@@ -25,7 +25,13 @@ from lingua.tools.runs.compare.statistics import (
     unpaired,
 )
 from lingua.tools.runs.held_out import heldout
-from lingua.tools.runs.launches import first_result, launched_at, unfinished, was_stopped
+from lingua.tools.runs.launches import (
+    assumes_equal,
+    first_result,
+    launched_at,
+    unfinished,
+    was_stopped,
+)
 
 ROUNDING = 1e-4  # differences of losses that may be rounding, relative
 GAIN_PAIRS = 5  # pairs below which the worth of common seeds is not known within a factor of ten
@@ -85,6 +91,7 @@ class Comparison:
     slack: float  # how wrong interpolated losses may make a difference; the intervals include it
     anytime: Estimate | None = None  # the interval that decides where pairs were added on the way
     pooled: Estimate | None = None  # the interval that decides where arms are said to vary alike
+    assumed: str = ""  # how it is known that arms have one variance
     blocks: bool = False  # `pooled` compares within seeds
     added: str = ""  # why `anytime` decides; empty: it does not
 
@@ -237,7 +244,7 @@ def compare_all(
     measured: HeldOutLosses,
     level: float = 0.95,
     anytime: bool | None = None,
-    variance: Literal["separate", "equal"] = "separate",
+    variance: Literal["separate", "equal"] | None = None,
     given: Sequence[Record] = (),
 ) -> list[Comparison]:
     """Each arm against `base`; the intervals hold all together with at least `level`.
@@ -246,7 +253,8 @@ def compare_all(
         anytime: whether they hold for those who look after each pair; None: where a run is not over
             or was launched after others had a result.
         variance: one for each difference (Bonferroni), or one of all arms, which are said to vary
-            alike. No loss decides it: tests of equal variances miss what makes intervals wrong.
+            alike; None: as all of them were launched, else separate. No loss decides it: tests of
+            equal variances miss what makes intervals wrong.
         given: runs that may be in no arm, since they have not begun.
     """
     alone = 1 - (1 - level) / len(arms)
@@ -257,7 +265,10 @@ def compare_all(
         c.added, c.anytime = added, anytime_interval(c.differences, alone)
     for c in comparisons if looked and not added else ():
         c.notes.append(f"{looked}; anytime=false states that no result has decided on that")
-    if variance == "equal" and not added:
+    launched = variance is None and assumes_equal([r for a in (*arms, base) for r in a.runs])
+    if (variance == "equal" or launched) and not added:
+        for c in comparisons:
+            c.assumed = "was assumed at the launch" if launched else "is assumed by variance=equal"
         # Seeds are blocks of the paired arms. Another one has an interval of its own, if any.
         together = [c for c in comparisons if c.is_paired] or comparisons
         able = sum(c.is_paired or c.unpaired is not None for c in comparisons)

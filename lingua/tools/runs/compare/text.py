@@ -219,10 +219,8 @@ def rule(c: Comparison) -> str:
         )
     if c.pooled is not None:
         blocks = "seeds as blocks" if c.blocks else "without blocks, as no arm is paired"
-        return (
-            "rule: one variance of all arms, as variance=equal states before the runs, "
-            f"{blocks}, and Dunnett's critical value"
-        )
+        how = f"{c.assumed}, {blocks}, and Dunnett's critical value"
+        return f"rule: one variance of all arms, which {how}"
     paired = f"{of} are in pairs" if c.pairs else "no seed is common"
     which = "paired" if c.is_paired else "unpaired"
     return f"rule: {which}, as {paired} (paired needs two pairs, and half of the smaller arm)"
