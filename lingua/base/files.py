@@ -4,7 +4,7 @@ import errno
 import io
 import json
 import os
-import socket
+import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -17,10 +17,11 @@ WRITEBACK_BYTES = 32 << 20  # bytes written before their write-back to the disk 
 
 class SyncedFile(io.FileIO):
     """A new file, written sequentially. Writing back to the disk starts while the file is written,
-    and is complete when `close` returns."""
+    and is complete when `close` returns. Raises FileExistsError where something has the name, also
+    a symbolic link, which is not followed. `mode` is restricted by the umask."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "wb")
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
+        super().__init__(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
         self.size = 0  # bytes written
         self._started = 0  # bytes whose write-back has been started
 
@@ -43,9 +44,9 @@ class SyncedFile(io.FileIO):
             super().close()
 
 
-def open_synced(path: Path) -> io.BufferedWriter:
+def open_synced(path: Path, mode: int = 0o666) -> io.BufferedWriter:
     """A new file, which is on the disk once it is closed."""
-    return io.BufferedWriter(SyncedFile(path))
+    return io.BufferedWriter(SyncedFile(path, mode))
 
 
 def sync_folder(folder: Path) -> None:
@@ -57,12 +58,23 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Other processes see the old file or the whole new one."""
-    temporary = path.with_name(f"{path.name}{temporary_suffix()}")
-    with open_synced(temporary) as file:
-        file.write(text.encode())
-    os.replace(temporary, path)
+def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+    """Other processes see the old file or the whole new one, which keeps the old one's mode; where
+    there is none, it has `mode`. Raises OSError; no other file is left then."""
+    old_mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
+    new = temporary(path)
+    file = open_synced(new, mode if old_mode is None else old_mode)
+    try:
+        with file:
+            if old_mode is not None:
+                with suppress(OSError):  # a file system may have no such modes
+                    os.fchmod(file.fileno(), old_mode)  # also what the umask denies
+            file.write(content.encode() if isinstance(content, str) else content)
+        os.replace(new, path)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink()
+        raise
 
 
 def append_whole(path: Path, data: bytes) -> None:
@@ -79,9 +91,10 @@ def append_whole(path: Path, data: bytes) -> None:
             raise
 
 
-def temporary_suffix() -> str:
-    """Marks what this process is still writing; no two processes of a file system share it."""
-    return f".tmp-{socket.gethostname()}-{os.getpid()}"
+def temporary(path: Path) -> Path:
+    """A name beside `path`, which nobody can foresee, for what is still being written or is being
+    removed."""
+    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
 
 
 def file_size(path: Path) -> int:

@@ -26,11 +26,6 @@ Entry = dict[str, Any]  # a file in the manifest: {"size": bytes, "xxh3_64": hex
 LEFTOVER = re.compile(rf"{STEP_FOLDER.pattern}\.tmp-[0-9a-f]{{8}}")
 
 
-def temporary(path: Path) -> Path:
-    """Returns a name beside `path` for a folder that is being written or removed."""
-    return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A folder with a valid manifest whose files have the sizes that it lists."""

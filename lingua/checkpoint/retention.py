@@ -7,8 +7,9 @@ from pathlib import Path
 
 from lingua.base.dump_dir import CONFIG, MANIFEST, METADATA, STATE, STEP_FOLDER
 from lingua.base.errors import UserError
+from lingua.base.files import temporary
 from lingua.checkpoint.args import CheckpointArgs
-from lingua.checkpoint.folder import LEFTOVER, Checkpoint, find, read_state, temporary
+from lingua.checkpoint.folder import LEFTOVER, Checkpoint, find, read_state
 
 BEST = "best"  # the mark of the checkpoint with the lowest held-out loss
 MARK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")

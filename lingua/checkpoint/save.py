@@ -27,7 +27,7 @@ from torch.utils.serialization import config as torch_config
 
 from lingua.base.dump_dir import CONFIG, MANIFEST, METADATA, STATE, step_folder
 from lingua.base.errors import UserError
-from lingua.base.files import SyncedFile, sync_folder
+from lingua.base.files import SyncedFile, sync_folder, temporary
 from lingua.checkpoint.digest import digest, once
 from lingua.checkpoint.folder import (
     Entry,
@@ -35,7 +35,6 @@ from lingua.checkpoint.folder import (
     find,
     find_on_rank_0,
     read_checkpoint,
-    temporary,
 )
 from lingua.parallel.mesh import (
     gather_on_every_rank,

@@ -21,9 +21,9 @@ from torch import Tensor
 from lingua.app import App
 from lingua.base.dump_dir import CONFIG, METRICS, VALIDATION
 from lingua.base.errors import UserError
-from lingua.base.files import read_json
+from lingua.base.files import read_json, temporary
 from lingua.base.version import __version__
-from lingua.checkpoint.folder import read_state, temporary
+from lingua.checkpoint.folder import read_state
 from lingua.checkpoint.origin import HF_CONFIG, INIT_FROM, is_hf_folder, locate
 from lingua.checkpoint.saved import pick
 from lingua.checkpoint.source import TensorSource, check_fit

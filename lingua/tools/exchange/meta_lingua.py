@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from lingua.base.errors import UserError
-from lingua.base.files import file_size, open_synced, read_json, sync_folder
+from lingua.base.files import file_size, open_synced, read_json, sync_folder, temporary
 from lingua.checkpoint.dcp import DCPFolder, check_size
-from lingua.checkpoint.folder import temporary
 from lingua.checkpoint.origin import CONSOLIDATED, PARAMS
 from lingua.checkpoint.saved import flat_config
 from lingua.checkpoint.source import TensorSource
@@ -125,5 +124,6 @@ def write_file(source: TensorSource, tensors: dict[str, Tensor], path: Path) -> 
         unfinished.rename(path)
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # torch reports a write that failed as the latter
-        unfinished.unlink(missing_ok=True)
         raise UserError(f"{path} cannot be written: {error}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from lingua.base.errors import UserError
-from lingua.base.files import load_json, open_synced, temporary_suffix, write_atomically
+from lingua.base.files import load_json, open_synced, temporary, write_atomically
 from lingua.data.args import DataArgs
 from lingua.data.cache import ShardSpec, why_stale
 from lingua.data.files import IO_THREADS, FilePart, hash_part
@@ -99,12 +99,12 @@ def finished(unit: Unit, spec: ShardSpec) -> Manifest | None:
 def build_unit(unit: Unit, spec: ShardSpec, tokenizer: Tokenizer, on_read: OnRead) -> None:
     """Raises UserError at a bad record unless they are skipped, and for a file that changes
     meanwhile."""
-    temporary = f"{unit.id}{temporary_suffix()}"
+    unfinished = temporary(Path(unit.id)).name
     inputs: list[InputPart] = []
     skipped: Counter[str] = Counter()
     lowest: list[int] = []
     pieces = Pieces(tokenizer)
-    writers = {split: _SplitWriter(spec, tokenizer, temporary, split) for split in SPLITS}
+    writers = {split: _SplitWriter(spec, tokenizer, unfinished, split) for split in SPLITS}
     lost: float | None = None
     has_tail, n_cut, below = False, 0, spec.manifest.held_out_below
     examples = open_conversations(spec.args, tokenizer, spec.manifest.source)
@@ -134,7 +134,7 @@ def build_unit(unit: Unit, spec: ShardSpec, tokenizer: Tokenizer, on_read: OnRea
         content = xxhash.xxh3_64_hexdigest(contents.encode())
         shard = Shard(f"{unit.id}-{content[:8]}", len(inputs), **splits)
         for final in shard.files(spec.manifest.dtype):
-            os.replace(spec.folder / final.replace(shard.name, temporary, 1), spec.folder / final)
+            os.replace(spec.folder / final.replace(shard.name, unfinished, 1), spec.folder / final)
     finally:
         for writer in writers.values():
             writer.discard()

@@ -7,15 +7,19 @@ packages that the job imports, unless they have the name of a secret, and what t
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import reduce
 from itertools import count
+from operator import and_
 from pathlib import Path
 
 from lingua.base.dump_dir import CODE, CODE_COMMIT, CODE_DIFF
 from lingua.base.errors import UserError
+from lingua.base.files import temporary, write_atomically
 from lingua.base.version import run_git
 
 # Names of untracked files and folders that are not copied, where others could read them.
@@ -47,7 +51,8 @@ def freeze_code(
 
     `code.commit` names the commit, `code.diff` has the uncommitted changes of tracked files. What
     is in the dump dir is not copied. For a module inside such a copy, the copy is copied. `report`
-    gets a line about the untracked files. Files and folders keep their modes.
+    gets a line about the untracked files. Files and folders keep their modes, and nobody can read
+    `code.diff` who cannot read every file that it quotes.
 
     Args:
         names: the modules that the job imports; untracked Python files of their packages, and of
@@ -66,20 +71,24 @@ def freeze_code(
     if frozen:
         root = frozen[0]
         commit, diff = (root.with_name(name).read_bytes() for name in (CODE_COMMIT, CODE_DIFF))
+        diff_mode = root.with_name(CODE_DIFF).stat().st_mode & 0o666
     else:
         root = Path(os.fsdecode(run_git(module_file.parent, "rev-parse", "--show-toplevel")[:-1]))
         commit = run_git(root, "rev-parse", "--verify", "HEAD")
         diff = run_git(root, "diff", "--binary", "HEAD")
+        quoted = _names(run_git(root, "diff", "--name-only", "--no-renames", "-z", "HEAD"))
+        diff_mode = reduce(and_, (_readable(root, name) for name in quoted), 0o666)
     for path in copy:
         if not (Path(path).exists() and Path(path).resolve().is_relative_to(root.resolve())):
             raise UserError(
                 f"copy: {path}: must be a file or folder in {root}, whose code is copied"
             )
-    code = dump_dir / f"{CODE}.tmp-{os.getpid()}"
+    code = temporary(dump_dir / CODE)
     try:
+        code.mkdir(mode=0o700, parents=True)  # files have their modes once they are copied
         if frozen:
             no_caches = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(root, code, symlinks=True, ignore=no_caches)
+            shutil.copytree(root, code, symlinks=True, ignore=no_caches, dirs_exist_ok=True)
         else:
             packages = {"apps", "lingua", *(name.partition(".")[0] for name in names)}
             copied, left_out = _sort_untracked(root, packages, copy, config)
@@ -89,20 +98,30 @@ def freeze_code(
                     more = f" and {len(files) - MAX_NAMED:,} more" if files[MAX_NAMED:] else ""
                     report(f"untracked files that are {what}: {', '.join(files[:MAX_NAMED])}{more}")
         _check_imports(root, code, names)
+        for name in (CODE, CODE_COMMIT, CODE_DIFF):
+            move_away(dump_dir / name)
+        write_atomically(dump_dir / CODE_COMMIT, commit)
+        write_atomically(dump_dir / CODE_DIFF, diff, diff_mode)
+        return code.rename(dump_dir / CODE)
     except BaseException:
         shutil.rmtree(code, ignore_errors=True)
         with suppress(OSError):
             dump_dir.rmdir()  # unless it has something else
         raise
-    for name in (CODE, CODE_COMMIT, CODE_DIFF):
-        move_away(dump_dir / name)
-    (dump_dir / CODE_COMMIT).write_bytes(commit)
-    (dump_dir / CODE_DIFF).write_bytes(diff)
-    return code.rename(dump_dir / CODE)
+
+
+def _readable(root: Path, name: str) -> int:
+    """The bits of a mode by which a file of the checkout, or one that was there, can be read and
+    written: its own, for those who may enter every folder on its path."""
+    mode = 0o666
+    for path in (root / name, *(root / parent for parent in Path(name).parents)):
+        with suppress(FileNotFoundError):
+            found = path.lstat().st_mode
+            mode &= (found & 0o111) * 6 if stat.S_ISDIR(found) else found
+    return mode | stat.S_IRUSR | stat.S_IWUSR
 
 
 def _copy_files(root: Path, dump_dir: Path, code: Path, names: Sequence[str]) -> None:
-    code.mkdir(mode=0o700, parents=True)
     folders = {Path()}
     for name in names:
         source, target = root / name, code / name
@@ -168,4 +187,9 @@ def _sort_untracked(
 
 def _list(root: Path, *options: str) -> list[str]:
     """Files that git lists, by their path in the checkout."""
-    return [os.fsdecode(f) for f in run_git(root, "ls-files", "-z", *options).split(b"\0") if f]
+    return _names(run_git(root, "ls-files", "-z", *options))
+
+
+def _names(shown: bytes) -> list[str]:
+    """The names that git prints with -z."""
+    return [os.fsdecode(name) for name in shown.split(b"\0") if name]

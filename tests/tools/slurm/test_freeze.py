@@ -141,6 +141,43 @@ def test_of_untracked_files_only_the_jobs_python_and_what_is_named_is_copied(che
     assert (tmp_path / "second" / "code.1" / "tool.py").exists()
 
 
+@pytest.mark.parametrize(
+    ("changed", "mode"),
+    [
+        ([], 0o644),
+        (["app/train.py", "run.sh"], 0o644),
+        (["app/train.py", ".env"], 0o600),  # a file of mode 600
+        (["open/notes.py"], 0o644),
+        (["private/notes.py"], 0o600),  # of mode 644, in a folder of mode 700
+        (["private/gone.py"], 0o600),  # removed
+    ],
+)
+def test_nobody_reads_in_the_changes_what_is_closed_in_the_checkout(
+    checkout, tmp_path, changed, mode
+):
+    (checkout / "private" / "notes.py").chmod(0o644)
+    write(checkout, "open/notes.py", "private/gone.py")
+    git = ["git", "-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["add", "-A"], ["commit", "-q", "-m", "more"]):
+        subprocess.run([*git, *words], check=True)
+    for name in changed:
+        (checkout / name).write_text("# secret\n")
+        if "gone" in name:
+            (checkout / name).unlink()
+    before = os.umask(0o022)
+    try:
+        first = freeze_code(checkout / "app/train.py", tmp_path / "a", ["app.train"], [], [], print)
+        assert (tmp_path / "a" / "code.diff").stat().st_mode & 0o777 == mode
+        os.umask(0o027)
+        freeze_code(first / "app/train.py", tmp_path / "b", ["app.train"], [], [], print)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "b" / "code.diff").stat().st_mode & 0o777 == mode & ~0o027
+    for name in (".env", "private", "run.sh", "."):  # the copy, and the copy of the copy
+        modes = {(place / name).stat().st_mode for place in (checkout, first, tmp_path / "b/code")}
+        assert len(modes) == 1, name
+
+
 def test_the_version_of_a_copy_is_that_of_its_checkout(checkout, tmp_path):
     git = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
     commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
