@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from hub import fetch, retry, run_script
+from hub import RETRIED_STATUS, fetch, first_line, retry, run_script
 
 from lingua.base.errors import UserError, nearest
+from lingua.base.files import write_atomically
 from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 
@@ -60,18 +61,17 @@ def fetch_encoding(name: str, folder: Path) -> Path:
     allowed = [*HUB_TOKENIZERS, *tiktoken.list_encoding_names()]
     if name not in allowed:
         raise UserError(f'"{name}": must be one of {", ".join(allowed)}{nearest(name, allowed)}')
-    # ValueError: what arrived is not what the library expects by its hash.
-    errors = (OSError, ValueError)
-    encoding = retry(name, lambda: tiktoken.get_encoding(name), _explain_tiktoken, errors)
+    encoding = retry(name, lambda: tiktoken.get_encoding(name), _explain_tiktoken)
     # These two attributes are how tiktoken's README has an encoding extended.
     ranks, pattern = encoding._mergeable_ranks, encoding._pat_str
     path = folder / f"{name}.tiktoken"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(_lines(ranks)), encoding="ascii")
-        path.with_suffix(".pattern").write_text(pattern, encoding="utf-8")
+        write_atomically(path, "".join(_lines(ranks)))
+        write_atomically(path.with_suffix(".pattern"), pattern)
     except OSError as error:
-        raise UserError(f"{error.filename}: cannot be written: {error.strerror}") from None
+        what = error.filename or folder
+        raise UserError(f"{what}: cannot be written: {error.strerror}") from None
     return path
 
 
@@ -81,9 +81,12 @@ def _lines(ranks: dict[bytes, int]) -> Iterator[str]:
 
 
 def _explain_tiktoken(error: Exception) -> str:
-    response = getattr(error, "response", None)  # the exception is one of the requests library
-    if response is not None and 400 <= response.status_code < 500:
-        return f"the encoding cannot be downloaded: {error}"
+    """Why another attempt cannot help, or nothing where it may."""
+    status = getattr(getattr(error, "response", None), "status_code", 0)  # the requests library
+    refused = 400 <= status < 500 and status not in RETRIED_STATUS
+    # ValueError: what has arrived is whole, but not what the library expects by its hash.
+    if refused or isinstance(error, ValueError) or not isinstance(error, OSError):
+        return f"the encoding cannot be downloaded: {first_line(error)}"
     return ""
 
 

@@ -6,6 +6,7 @@ that are missing. The only token used is the environment's HF_TOKEN; no message 
 
 import errno
 import os
+import re
 import shutil
 import sys
 import time
@@ -18,12 +19,17 @@ from typing import TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts run without install
 
 from lingua.base.errors import UserError
-from lingua.base.format import printable
+from lingua.base.format import CONTROL, printable
 
 T = TypeVar("T")
 
 PAUSES_S = (1, 2, 4, 8, 16, 32, 64)  # seconds before each new attempt
 RETRIED_STATUS = {408, 425, 429}  # client errors; every error of the server is retried
+# Errors of the HTTP library, httpx or httpx2, about an address that another one redirects to
+NOT_RETRIED = {"InvalidURL", "UnsupportedProtocol", "TooManyRedirects"}
+# Not the path of a file in a folder: a part that is empty, "." or "..", one that is a drive or a
+# path of Windows, two lines.
+BAD_PATH = re.compile(r"(^|/)(\.{0,2}(/|$)|[A-Za-z]:)|[\\\t\n]")
 WORKERS = 8  # files downloaded at the same time
 
 
@@ -67,7 +73,6 @@ def fetch(repo: str, patterns: list[str], folder: Path, kind: str) -> dict[str, 
     checked against what the hub lists. Raises UserError.
     """
     hub = _library()
-    from huggingface_hub.errors import HTTPError
     from huggingface_hub.utils import filter_repo_objects
 
     token = hub_token() or False  # False: the token of a stored login is not used either
@@ -76,22 +81,23 @@ def fetch(repo: str, patterns: list[str], folder: Path, kind: str) -> dict[str, 
     def listed() -> tuple[str, dict[str, int]]:
         revision = api.repo_info(repo, repo_type=kind).sha
         tree = api.list_repo_tree(repo, repo_type=kind, revision=revision, recursive=True)
-        return revision, {f.path: f.size for f in tree if isinstance(f, hub.RepoFile)}
+        return revision, {str(f.path): f.size for f in tree if isinstance(f, hub.RepoFile)}
 
     def explain(error: Exception) -> str:
         return _explain(error, repo, kind, folder)
 
-    revision, sizes = retry(repo, listed, explain, (OSError, HTTPError))
+    revision, sizes = retry(repo, listed, explain)
     wanted = {path: sizes[path] for path in filter_repo_objects(sizes, allow_patterns=patterns)}
     if not wanted:
-        some = ", ".join(sorted(sizes)[:5])
+        some = f", as {', '.join(sorted(sizes)[:5])}" if sizes else ""
         raise UserError(
-            f"no file of {repo} matches {' or '.join(patterns)}: it has {len(sizes):,} files, "
-            f"as {some}"
+            f"no file of {repo} matches {' or '.join(patterns)}: it has {len(sizes):,} files{some}"
         )
+    _check_listing(repo, revision, wanted)
     _check_space(wanted, folder)
 
     def downloaded() -> None:
+        before = {path: _inode(folder / path) for path in _missing(wanted, folder)}
         hub.snapshot_download(
             repo,
             repo_type=kind,
@@ -101,34 +107,38 @@ def fetch(repo: str, patterns: list[str], folder: Path, kind: str) -> dict[str, 
             token=token,
             max_workers=WORKERS,
         )
+        missing = _missing(wanted, folder)
+        for path in missing:
+            if _inode(folder / path) not in (None, before.get(path)):
+                size = (folder / path).stat().st_size
+                (folder / path).unlink()
+                listed = f"the hub lists {wanted[path]:,} bytes and has sent {size:,}"
+                raise UserError(f"{repo}: {path}: {listed}; it is removed")
         # Where it cannot reach the hub, the library is content with what the folder has.
-        if missing := _missing(wanted, folder):
+        if missing:
             raise OSError(f"{len(missing):,} of {len(wanted):,} files are missing")
 
     print(f"{repo}: {len(wanted):,} files, {sum(wanted.values()) / 1e9:,.2f} GB, into {folder}")
-    retry(repo, downloaded, explain, (OSError, HTTPError))
+    retry(repo, downloaded, explain)
     for part in (folder / ".cache").rglob("*.incomplete"):  # killed processes left these
         part.unlink(missing_ok=True)
     return wanted
 
 
-def retry(
-    what: str,
-    action: Callable[[], T],
-    explain: Callable[[Exception], str],
-    errors: tuple[type[Exception], ...],
-) -> T:
-    """The result of `action`, tried again after each of PAUSES_S where `errors` come up.
+def retry(what: str, action: Callable[[], T], explain: Callable[[Exception], str]) -> T:
+    """The result of `action`, tried again after each of PAUSES_S where it raises an error.
 
-    `explain` returns what is missing where another attempt cannot help, which ends it at once.
+    `explain` returns why another attempt cannot help, which ends it at once, or nothing.
     """
     for pause in (*PAUSES_S, None):
         try:
             return action()
-        except errors as error:
-            if need := explain(error):
-                raise UserError(need) from None
-            reason = (str(error).strip() or repr(error)).splitlines()[0]
+        except UserError:
+            raise
+        except Exception as error:
+            if why := explain(error):
+                raise UserError(why) from None
+            reason = first_line(error)
             if pause is None:
                 raise UserError(
                     f"{what}: gave up after {len(PAUSES_S) + 1} attempts: {reason}. Is there a "
@@ -137,6 +147,10 @@ def retry(
         report(f"{what}: {reason}; trying again in {pause} s")
         time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0].rstrip(".")
 
 
 def _library() -> ModuleType:
@@ -151,15 +165,17 @@ def _library() -> ModuleType:
 
 
 def _explain(error: Exception, repo: str, kind: str, folder: Path) -> str:
-    """What is missing, or nothing where another attempt may help."""
+    """Why another attempt cannot help, or nothing where it may."""
     from huggingface_hub.errors import (
-        EntryNotFoundError,
         GatedRepoError,
         HfHubHTTPError,
+        HTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
     )
 
+    if isinstance(error, LocalEntryNotFoundError):  # raised from what the hub answered
+        error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{repo}"
     token = "HF_TOKEN is set" if hub_token() else "HF_TOKEN is not set"
     if isinstance(error, GatedRepoError):
@@ -172,20 +188,42 @@ def _explain(error: Exception, repo: str, kind: str, folder: Path) -> str:
             f"{repo}: there is no such {kind}, or it is private and needs the environment variable "
             f"HF_TOKEN ({token}); see {page}"
         )
-    if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-        return f"{repo}: a file is gone: {error}"
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
         if status in (401, 403):
             return f"{repo}: access is refused ({status}; {token}); see {page}"
         if 400 <= status < 500 and status not in RETRIED_STATUS:
-            return f"{repo}: the hub answered {status}: {error.server_message or error}"
+            shown = error.server_message or " ".join(str(error).split())
+            return f"{repo}: the hub answered {status}: {shown}"
         return ""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{folder}: the disk is full; with more space the same command resumes the download"
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{error.filename or folder}: cannot be written: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"{folder}: {error.strerror}; with more space the same command resumes the download"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: cannot be written: {error.strerror}"
+    if type(error).__name__ in NOT_RETRIED:
+        return f"{repo}: the hub redirects to where nothing can be read: {first_line(error)}"
+    if str(error).startswith("Consistency check failed"):  # of a body that is complete
+        return f"{repo}: {first_line(error)}"
+    if not isinstance(error, (OSError, HTTPError, RuntimeError)):  # of the library that reads it
+        return f"{repo}: the answer of the hub cannot be used: {first_line(error)}"
     return ""
+
+
+def _check_listing(repo: str, revision: str, files: dict[str, int]) -> None:
+    """Raise UserError where a file would be written elsewhere than in the folder."""
+    if not re.fullmatch("[0-9a-f]{40}", revision):
+        raise UserError(f'{repo}: the hub names "{revision}" as its revision, which is no commit')
+    for path, size in files.items():
+        if BAD_PATH.search(path) or CONTROL.search(path):
+            need = "must be the path of a file in a folder, without .., \\ and control characters"
+            raise UserError(f"{repo}: has a file named {path!r}; {need}. Nothing is downloaded")
+        if type(size) is not int or size < 0:
+            raise UserError(f"{repo}: {path}: the hub lists {size!r} as its size")
+
+
+def _inode(path: Path) -> int | None:
+    """A number that changes where the file is replaced; None where there is none."""
+    return path.stat().st_ino if path.exists() else None
 
 
 def _missing(wanted: dict[str, int], folder: Path) -> dict[str, int]:

@@ -24,6 +24,10 @@ class Hub:
         self.go_on = threading.Event()  # a download that is cut waits for it before it breaks off
         self.go_on.set()
         self.failures = 0  # of the next requests, each answered with 503
+        self.refused: dict[str, int] = {}  # file -> the status that it is answered with
+        self.sizes: dict[str, object] = {}  # file -> the size that is listed in place of its own
+        self.sent: dict[str, bytes] = {}  # file -> what is sent in place of what was announced
+        self.moved: dict[str, str] = {}  # address -> another, which it redirects to
         self.log: list[tuple[str, str, str, str]] = []
         hub = self
 
@@ -50,6 +54,10 @@ class Hub:
         if self.failures:
             self.failures -= 1
             return self.send(request, 503)
+        if path in self.moved:
+            file = path.partition(f"/resolve/{REVISION}/")[2]
+            content = next((files[file] for files in self.repos.values() if file in files), b"")
+            return self.send(request, 302, content, to=self.moved[path])
         if path in self.files:
             return self.send(request, 200, self.files[path])
         for repo, files in self.repos.items():
@@ -66,11 +74,15 @@ class Hub:
                 return self.send(request, 200, json.dumps(info).encode())
             if path == f"{api}/tree/{REVISION}":
                 tree = [
-                    {"type": "file", "path": f, "size": len(content), "oid": etag(content)}
-                    for f, content in files.items()
+                    {"type": "file", "path": f, "size": self.sizes.get(f, len(c)), "oid": etag(c)}
+                    for f, c in files.items()
                 ]
                 return self.send(request, 200, json.dumps(tree).encode())
             file = path.removeprefix(f"/{repo}/resolve/{REVISION}/")
+            if file in self.refused:
+                return self.send(request, self.refused[file])
+            if file in self.sent and request.command == "GET":
+                return self.send(request, 200, self.sent[file])
             if file in files:
                 cut = self.cut.pop(file, None) if request.command == "GET" else None
                 return self.send(request, 200, files[file], cut=cut)
@@ -85,12 +97,13 @@ class Hub:
         code: str = "",
         message: str = "",
         cut: int | None = None,
+        to: str = "",
     ) -> None:
         tag, begin = etag(content), 0
         asked = request.headers.get("Range", "")
         if asked.startswith("bytes=") and asked.endswith("-"):
             begin, status = int(asked[6:-1]), 206
-        body = content[begin:]
+        body = b"" if to else content[begin:]
         request.send_response(status)
         request.send_header("Content-Length", str(len(body)))
         request.send_header("ETag", f'"{tag}"')
@@ -98,6 +111,10 @@ class Hub:
         request.send_header("Accept-Ranges", "bytes")
         if status == 206:
             request.send_header("Content-Range", f"bytes {begin}-{len(content) - 1}/{len(content)}")
+        if to:
+            request.send_header("Location", to)
+            request.send_header("X-Linked-Size", str(len(content)))
+            request.send_header("X-Linked-ETag", f'"{tag}"')
         if code:
             request.send_header("X-Error-Code", code)
         if message:

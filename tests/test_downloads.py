@@ -17,7 +17,7 @@ from lingua.data.args import DataArgs
 from lingua.data.sources import prepare_source
 from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
-from tests.hub_server import TOKEN, Hub
+from tests.hub_server import REVISION, TOKEN, Hub
 from tests.programs import python
 from tests.tokenizer.test_tokenizer import write_ranks, write_sentencepiece
 
@@ -43,10 +43,10 @@ def hub() -> Iterator[Hub]:
     server.close()
 
 
-def start(script: str, hub: Hub, home: Path, *words: str, before: str = "", **env: str):
+def start(script: str, hub: Hub, home: Path, *words: str, before="", code=RUN, **env: str):
     clean = {key: value for key, value in os.environ.items() if key != "HF_TOKEN"}
     clean |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    command = [*python(SHARED), "-c", before + RUN.format(script=script), *map(str, words)]
+    command = [*python(SHARED), "-c", before + code.replace("{script}", script), *map(str, words)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
     return subprocess.Popen(command, cwd=ROOT, env=clean | env, **pipes)
 
@@ -141,6 +141,82 @@ def test_what_is_missing_is_one_clear_message(hub, tmp_path):
 
     done = data(hub, tmp_path, "some/gated", *pattern, HF_TOKEN=f" {TOKEN}\n")
     assert done.returncode == 0 and TOKEN not in done.stdout + done.stderr, done.stderr
+
+
+FETCH = """
+import sys; sys.path.insert(0, 'setup')
+import hub, resource
+from pathlib import Path
+from lingua.base.errors import UserError
+hub.PAUSES_S = (0.01, 0.01)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))  # as a disk of that size
+for repo in sys.argv[2:]:
+    try:
+        hub.fetch(repo, ["*"], Path(sys.argv[1], repo), "dataset")
+    except UserError as error:
+        print("refused", repo, ascii(str(error)))
+"""
+# Of files that would be written elsewhere, or that harm a terminal.
+NAMES = [
+    "../a",
+    "a/../../b",
+    "/tmp/a",
+    "a\\b",
+    "C:a",
+    "a/D:b",
+    "a//b",
+    "./a",
+    "a\n",
+    "a\x1b[1m",
+    "",
+]
+
+
+def test_what_cannot_succeed_is_refused_at_once_and_the_token_stays_with_the_hub(hub, tmp_path):
+    other, text = Hub(), jsonl(TEXTS)
+    path = f"/datasets/some/{{}}/resolve/{REVISION}/{{}}".format
+    hub.refused |= {"forbidden": 403, "gone": 404, "wrong": 400}
+    hub.sizes |= {"short": 9, "none": -1, "text": "9"}
+    hub.sent |= {"cut": text[:50], "more": 2 * text}
+    hub.moved[path("at-a-file", "a")] = "file:///etc/passwd"
+    hub.moved[path("in-a-circle", "a")] = path("in-a-circle", "a")
+    hub.moved[path("moved", "a")] = f"{other.url}/a".replace("127.0.0.1", "localhost")
+    other.files["/a"] = text
+    files: dict[str, tuple[str, str]] = {  # of the repository, and what the message names
+        **{f"name-{i}": (name, "must be the path of a file") for i, name in enumerate(NAMES)},
+        "closed": ("forbidden", "access is refused (403"),
+        "gone": ("gone", "404"),
+        "wrong": ("wrong", "400"),
+        "short": ("short", "the hub lists 9 bytes and has sent"),
+        "none": ("none", "-1"),
+        "text": ("text", "'9'"),
+        "cut": ("cut", "has size 50"),
+        "more": ("more", f"has size {2 * len(text)}"),
+        "at-a-file": ("a", "http"),
+        "in-a-circle": ("a", "redirects"),
+        "large": ("large", "File too large"),
+        "long": (300 * "x", "File name too long"),
+    }  # fmt: skip
+    for repo, (name, _) in files.items():
+        hub.repos[f"datasets/some/{repo}"] = {name: text * (100 if name == "large" else 1)}
+    hub.repos["datasets/some/moved"] = {"a": text}
+    repos = [f"some/{repo}" for repo in [*files, "moved"]]
+    env = {"HF_TOKEN": TOKEN}
+    process = start("download_tokenizer", hub, tmp_path, tmp_path / "to", *repos, code=FETCH, **env)
+    out, err = process.communicate(timeout=120)
+    other.close()
+    lines = [line.split(" ", 2) for line in out.splitlines() if line.startswith("refused ")]
+    refused = {repo: message for _, repo, message in lines}
+    assert refused.keys() == {f"some/{repo}" for repo in files} and process.returncode == 0, err
+    for repo, (_, named) in files.items():
+        assert named in refused[f"some/{repo}"], (repo, refused[f"some/{repo}"])
+    assert "trying again" not in err
+    left = [path for path in (tmp_path / "to").rglob("*") if ".cache" not in path.parts]
+    assert [path for path in left if path.is_file()] == [tmp_path / "to/some/moved/a"]
+    assert not list(tmp_path.rglob("*.incomplete")) and not (tmp_path / "to/some/name-0").exists()
+    assert (tmp_path / "to/some/moved/a").read_bytes() == text
+    assert other.log and not any(token for *_, token in other.log)
+    assert f"Bearer {TOKEN}" in {token for *_, token in hub.log}
 
 
 def test_tokenizers_of_the_hub_load(hub, tmp_path):
