@@ -53,8 +53,21 @@ class Beat(NamedTuple):
     function: str  # where its main thread was
     host: str
 
+    @classmethod
+    def of_json(cls, text: bytes) -> "Beat":
+        """What the store has. Whoever reaches it can write to it: UNREADABLE where it is no beat,
+        so that what is reported is not hidden by an error here."""
+        with suppress(ValueError, TypeError, RecursionError):
+            beat = cls(*json.loads(text))
+            if [type(value) for value in beat] == list(cls.__annotations__.values()):
+                return beat
+        return UNREADABLE
+
     def __str__(self) -> str:
         return f"step {self.step}, {self.phase}, in {self.function}"
+
+
+UNREADABLE = Beat(0.0, -1, 0, "what it has written cannot be read", "?", "?")
 
 
 def log_late(heart: Heartbeat) -> None:
@@ -108,10 +121,10 @@ def late_ranks(heart: Heartbeat, same_place: bool = True) -> list[str]:
     for rank, (old, new) in enumerate(zip(before, now, strict=True)):
         ranks_at[str(new)].append(str(rank))
         if old.time == new.time:
+            since = f" for {time.time() - new.time:.0f} s" if new is not UNREADABLE else ""
             lines.append(
-                f"rank {rank} on {new.host} is silent for {time.time() - new.time:.0f} s: its "
-                "process is stopped or has ended, or its machine cannot be reached; last seen in "
-                f"{new}"
+                f"rank {rank} on {new.host} is silent{since}: its process is stopped or has ended, "
+                f"or its machine cannot be reached; last seen in {new}"
             )
         elif new.place < last:
             lines.append(f"rank {rank} on {new.host} is behind: in {new}")
@@ -159,7 +172,7 @@ def explain(heart: Heartbeat, error: Exception) -> str | None:
     lost = isinstance(error, dist.DistError | TimeoutError) or any(words in text for words in LOST)
     if not heart.failed and _is_first(heart, "lingua/failures"):
         for line in late_ranks(heart) if lost else []:
-            error.add_note(line)
+            error.add_note(printable(line))
         _within(STORE_S, lambda: heart.store.set(FIRST, str(heart.rank)))
         if heart.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             # The store ends with this process, and the others read it before: in a heartbeat, or at
@@ -197,7 +210,7 @@ def _is_first(heart: Heartbeat, key: str) -> bool:
 def _read(heart: Heartbeat) -> list[Beat]:
     """What all ranks have written last, in one request; empty where the store does not answer."""
     texts = _within(STORE_S, lambda: heart.store.multi_get(heart.keys))
-    return [Beat(*json.loads(text)) for text in texts or []]
+    return [Beat.of_json(text) for text in texts or []]
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:

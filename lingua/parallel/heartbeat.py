@@ -45,5 +45,5 @@ class Heartbeat:
         """The rank that failed first; an empty string where none has. It may have the store, which
         ends with its process: so ranks ask in advance, and once."""
         if not self.failed and self.store.check([FIRST]):
-            self.failed = self.store.get(FIRST).decode()
+            self.failed = self.store.get(FIRST).decode(errors="replace")
         return self.failed

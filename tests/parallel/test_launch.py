@@ -371,6 +371,31 @@ def test_a_rank_that_knows_who_failed_first_says_so_where_the_store_has_ended_si
     assert line is not None and line.endswith("lost its connection after rank 0 failed")
 
 
+BEAT = b'[1.5, 10, 11, "step", "step (train.py:1)", "node"]'
+
+
+@pytest.mark.usefixtures("process_restored")
+@pytest.mark.parametrize(
+    "written",
+    [b"x", b"null", b"[]", b"{}", b"\xff", b"[" * 10**5, b"[1, 2, 3, 4, 5, 6]", BEAT[:-10]]
+    + [BEAT.replace(value, b"null") for value in (b"1.5", b"10", b"11", b'"node"')],
+)
+def test_a_heartbeat_that_is_none_does_not_hide_the_first_error(monkeypatch, written):
+    monkeypatch.setattr(failure, "SILENT_S", 0.01)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with one_process():
+        heart, printed = Heartbeat(), list[BaseException]()
+        watch(heart, dist.TCPStore("127.0.0.1", store.port), Launch(rank=1, world_size=2))
+        store.set(heart.keys[0], written)
+        error = TimeoutError("a collective timed out")
+        failure.report(heart, lambda *error: printed.append(error[1]), error)
+        store.set(failure.FIRST, b"\xff")
+        assert heart.first_failure() == "\ufffd"
+    assert printed == [error]
+    assert any("rank 0 on ? is silent: " in note for note in error.__notes__)
+    assert str(failure.Beat.of_json(BEAT)) == "step 11, step, in step (train.py:1)"
+
+
 def test_a_process_forked_by_a_library_ends_by_a_signal():
     """Process pools end their workers by SIGTERM and wait for them."""
     with StopRequest() as stop:
