@@ -1,10 +1,13 @@
 """The front door: `python -m lingua` lists the commands and runs them; help is light."""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +16,7 @@ from lingua.__main__ import COMMANDS, PROGRAMS
 from tests.programs import python
 
 REPO = Path(__file__).parents[1]
+SAMPLE = REPO / "tests/samples/0.1.0"
 # Ends as the command does, after a line of the heavy packages that it has imported.
 WATCH = """
 import runpy, sys
@@ -43,6 +47,55 @@ def test_an_interrupt_while_a_program_imports_shows_no_traceback():
         lines = program.stderr.readlines()
     assert program.returncode == -signal.SIGINT
     assert all(line.startswith("import time:") for line in lines), lines
+
+
+FULL = "error: standard output cannot be written: No space left on device\n"
+
+
+RUN = """
+from lingua.parallel.program import LOGS, run_program
+run_program(lambda: [LOGS.add(1), *(print(i * "x") for i in range(2000))])
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["-m", "lingua", "--help"], 1), (["-m", "lingua", "train", "--help"], 1), (["-c", RUN], 0)],
+    ids=["short", "long", "run"],
+)
+def test_a_full_stdout_is_one_line_and_a_closed_one_is_none(words, code):
+    """Python writes a short text at its end. To a run, stdout is a log: it goes on."""
+    command = [sys.executable, *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=REPO, stdout=full, stderr=-1, text=True)
+        assert (done.returncode, done.stderr) == (code, FULL)
+        assert subprocess.run(command, cwd=REPO, stdout=full, stderr=full).returncode == code
+    closed = ["bash", "-c", '"$@" >&-', "bash", *command]
+    done = subprocess.run(closed, cwd=REPO, stderr=-1, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def train(folder: Path, stop_at: int, **files: Any) -> subprocess.CompletedProcess[str]:
+    shutil.copytree(SAMPLE / "text", folder / "text", dirs_exist_ok=True)
+    words = [f"config={SAMPLE}/config.yaml", f"data.root_dir={folder}/text", f"stop_at={stop_at}"]
+    command = [*python(), "-m", "lingua", "train", f"dump_dir={folder}/run", *words]
+    return subprocess.run(command, cwd=REPO, text=True, **files)
+
+
+@pytest.mark.soak
+def test_a_run_whose_console_cannot_be_written_goes_on(tmp_path):
+    with open("/dev/full", "w") as full:
+        done = train(tmp_path, 2, stdout=full, stderr=-1)
+        assert (done.returncode, done.stderr) == (0, FULL)
+        assert train(tmp_path, 4, stdout=full, stderr=full).returncode == 0
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = train(tmp_path, 6, stdout=writer, stderr=-1)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert [int(step) for step in re.findall(r" step (\d+) loss ", log)] == [1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "run/checkpoints/0000000006/manifest.json").exists()
 
 
 LIGHT = ["runs", "report", "compare", "audit", "check", "tokenizer", "checkpoint"]

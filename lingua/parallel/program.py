@@ -6,14 +6,13 @@ import faulthandler
 import gc
 import io
 import os
-import select
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lingua.base.errors import UserError
 from lingua.base.format import printable
@@ -21,15 +20,24 @@ from lingua.parallel.environment import detect_launch, show_in_torchrun
 from lingua.parallel.signals import STOPPING, take_signals
 
 COLLECT_EVERY = 100  # steps between garbage collections; every tenth is a full one, 0.1 s
+STDOUT = "standard output"  # file name in its errors
+LOGS = {2}  # of stdout and stderr, those that show what need not be read; a run adds 1
+# errno of what is wrong with a file and needs no traceback
+UNUSABLE = {"EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EFBIG", "ENAMETOOLONG"}
 RANK_0_S = 10.0  # seconds for rank 0 to report a mistake that all ranks find before they meet
 
 
 def run_program(program: Callable[[], None]) -> NoReturn:
     """Run `program` and exit with its exit code. Of a terminal that is not UTF-8, a character that
     it lacks is escaped, and arguments are read as UTF-8 where they are."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
-            stream.reconfigure(errors="backslashreplace")
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115, where it is closed
+        if isinstance(stream, io.TextIOWrapper):
+            errors = stream.errors if stream.encoding.lower() == "utf-8" else "backslashreplace"
+            lines = stream.line_buffering or stream.write_through
+            buffer = io.BufferedWriter(_Standard(stream))
+            text = io.TextIOWrapper(buffer, stream.encoding, errors, line_buffering=lines)
+            setattr(sys, name, text)
     sys.argv = [_in_utf8(word) for word in sys.argv]
     faulthandler.enable(2)  # stacks of all threads where torch aborts, as its NCCL watchdog does
     gc.freeze()  # imported objects stay: collecting over them takes a sixth of a second
@@ -40,12 +48,13 @@ def run_program(program: Callable[[], None]) -> NoReturn:
             program()
         except SystemExit as left:
             code = left.code
+        except OSError as error:
+            why = errno.errorcode.get(error.errno or 0)
+            if why not in UNUSABLE or error.filename in (None, STDOUT):
+                raise
+            local = why != "ENAMETOOLONG"  # which all ranks are given
+            raise UserError(f"{error.filename}: {error.strerror}", local) from None
         sys.stdout.flush()
-    except BrokenPipeError:
-        if not _stdout_is_closed():
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at exit
-        code = 128 + signal.SIGPIPE
     except UserError as error:
         if error.local and detect_launch().world_size > 1 and _has_process_group():
             sys.excepthook(type(error), error, None)  # others, which lose it, name this rank
@@ -56,9 +65,12 @@ def run_program(program: Callable[[], None]) -> NoReturn:
         if detect_launch().world_size > 1:  # the other ranks may be in a collective
             os._exit(code)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            _report(UserError(f"{error.filename}: {error.strerror}"))
-            code = 2
+        if isinstance(error, OSError) and error.filename == STDOUT:
+            code = 128 + signal.SIGPIPE  # the reader, such as `head`, has gone
+            if error.errno != errno.EPIPE:
+                _report(UserError(f"{STDOUT} cannot be written: {error.strerror}", local=True))
+                code = 1
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at exit
         else:
             if detect_launch().world_size > 1 and _has_process_group():
                 from lingua.parallel.failure import fail
@@ -124,11 +136,24 @@ def _has_process_group() -> bool:
     return torch_distributed is not None and torch_distributed.is_initialized()
 
 
-def _stdout_is_closed() -> bool:
-    """Whether the reader of stdout, such as `head`, has gone."""
-    poll = select.poll()
-    poll.register(1, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+class _Standard(io.FileIO):
+    """Below stdout and stderr. What cannot be written to one of LOGS ends nothing; it is reported
+    once where that can be read."""
+
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        super().__init__(stream.fileno(), "w", closefd=False)
+        self.name, self.replaced, self.failed = stream.name, stream, False  # kept: it would close
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if self.fileno() not in LOGS:
+                raise OSError(error.errno, error.strerror, STDOUT) from None
+            if not (self.failed or self.fileno() == 2 or error.errno == errno.EPIPE):
+                print(f"error: {STDOUT} cannot be written: {error.strerror}", file=sys.stderr)
+            self.failed = True
+            return len(data)
 
 
 @contextmanager
