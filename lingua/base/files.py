@@ -63,17 +63,18 @@ def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> Non
     there is none, it has `mode`. Raises OSError; no other file is left then."""
     old_mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
     new = temporary(path)
-    file = open_synced(new, mode if old_mode is None else old_mode)
     try:
-        with file:
+        with open_synced(new, mode if old_mode is None else old_mode) as file:
             if old_mode is not None:
                 with suppress(OSError):  # a file system may have no such modes
                     os.fchmod(file.fileno(), old_mode)  # also what the umask denies
             file.write(content.encode() if isinstance(content, str) else content)
         os.replace(new, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             new.unlink()
+        if isinstance(error, OSError):
+            error.filename = str(path)
         raise
 
 

@@ -392,6 +392,8 @@ def check_dump_dir(folder: Path) -> None:
     """Make the dump dir. Raises UserError where something in it is not what a run can write."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+            raise UserError(f"dump_dir = {folder}: this user may not read and write in it")
         for path in folder.iterdir():
             mode = os.R_OK if path.name == CONFIG else os.R_OK | os.W_OK
             usable = path.is_file() and os.access(path, mode, effective_ids=True)

@@ -3,10 +3,13 @@
 import os
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from lingua.base import lock
 from lingua.checkpoint.args import CheckpointArgs
@@ -156,6 +159,51 @@ def test_what_is_in_the_place_of_a_runs_files_is_named(runs, tmp_path):
         refused(lambda: check_dump_dir(path.parent), f"{path}: {need}")
     finally:
         set_privileged(True)
+
+
+# The front door, for which modes of files matter also where it is started by root.
+AS_OTHERS = """
+from lingua.__main__ import run
+from tests.apps.test_saves import set_privileged
+set_privileged(False)
+run()
+"""
+
+
+@pytest.mark.soak
+def test_the_folder_of_another_user_is_read_where_that_is_allowed_and_named_where_not(tmp_path):
+    samples = Path(__file__).parents[1] / "samples/0.1.0"
+    run = shutil.copytree(samples / "run", tmp_path / "run")
+    checkpoint = run / "checkpoints/0000000006"
+    train = f"train config={samples}/config.yaml data.root_dir={samples}/text"
+
+    def answer(words: str) -> tuple[int, list[str]]:
+        command = [*python(), "-c", AS_OTHERS, *words.split()]
+        done = subprocess.run(command, capture_output=True, text=True)
+        lines = done.stderr.splitlines()
+        return done.returncode, [line for line in lines if not line.endswith("importing torch")]
+
+    def refused(words: str, *named: object) -> None:
+        code, lines = answer(words)
+        assert code == 2 and len(lines) == 1 and lines[0].startswith("error: "), lines
+        assert all(str(name) in lines[0] for name in named), lines
+
+    run.chmod(0o555)
+    checkpoint.parent.chmod(0o555)
+    for words in (f"runs {run}", f"report {run} out={tmp_path}/a.html", f"checkpoint show {run}"):
+        assert answer(words)[0] == 0, words
+    assert answer(f"generate ckpt={run} prompt=a max_gen_tokens=2")[0] == 0
+    refused(f"{train} dump_dir={run}", f"dump_dir = {run}: this user may not read and write in it")
+    refused(f"{train} dump_dir={run}/below", f"{run}/below", "Permission denied")
+    refused(f"checkpoint mark {checkpoint} good", f"{checkpoint}.good: Permission denied")
+    refused(f"report {run} out={run}/a.html", f"{run}/a.html", "Permission denied")
+    run.chmod(0)
+    init = f"{train} dump_dir=below checkpoint.init_from="
+    words = ("generate prompt=a ckpt=", "eval tasks=[a] ckpt=", f"{train} dump_dir=", init)
+    for before in ("runs ", "report ", "audit ", "checkpoint show ", *words):
+        refused(f"{before}{run}", run)
+    run.chmod(0o755)
+    checkpoint.parent.chmod(0o755)
 
 
 def test_a_run_resumes_beside_garbled_files(runs, tmp_path):

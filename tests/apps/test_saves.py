@@ -72,13 +72,14 @@ def mend(folder: Path) -> None:
 
 
 def set_privileged(privileged: bool) -> None:
-    """Whether the mode of a file concerns root too: by the capability CAP_DAC_OVERRIDE."""
+    """Whether the mode of a file concerns root too: by the capabilities CAP_DAC_OVERRIDE and
+    CAP_DAC_READ_SEARCH."""
     if os.geteuid() == 0:
         header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this thread
         sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; low half first
         assert LIBC.capget(header, sets) == 0
-        bit = 1 << 1
-        sets[0] = sets[0] | bit if privileged else sets[0] & ~bit
+        bits = 1 << 1 | 1 << 2
+        sets[0] = sets[0] | bits if privileged else sets[0] & ~bits
         assert LIBC.capset(header, sets) == 0
 
 

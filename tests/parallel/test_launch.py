@@ -1,6 +1,7 @@
 """The outermost frame of a program, in real ranks that meet at a store of rank 0's own, and signals
 that stop it (what an interrupt and a later one do: tests/apps/test_stopping.py)."""
 
+import errno
 import io
 import logging
 import os
@@ -51,6 +52,10 @@ def leave_here(case: str) -> tuple[int, str]:
             return
         if case == "a name that is too long":
             Path("n" * 300).read_text()
+        if case == "a file of another user" and launch.rank == 1:
+            raise PermissionError(errno.EACCES, "Permission denied", "run/config.yaml")
+        if case == "a file of another user":
+            return
         if launch.rank == 1:
             time.sleep(0.5)  # rank 0 is at its end before this one asks what it found
         on_rank_0(work)
@@ -68,6 +73,7 @@ def leave_here(case: str) -> tuple[int, str]:
         ("nothing", (0, ""), (0, "")),
         ("a mistake", (2, "error: steps = 0\\x1b[31m: must be at least 1\n"), (2, "")),
         ("a name that is too long", (2, f"error: {'n' * 300}: File name too long\n"), (2, "")),
+        ("a file of another user", (0, ""), (2, "error: run/config.yaml: Permission denied\n")),
         ("a mistake of one machine", (0, ""), (2, "error: no device here\n")),
     ],
 )

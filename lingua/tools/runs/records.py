@@ -33,6 +33,7 @@ def find_runs(paths: Iterable[Path | str]) -> list[Path]:
             raise UserError(f"{path}: must be a folder")
         runs = list(_dump_dirs(path))
         if not runs:
+            os.listdir(path)  # raises PermissionError where it cannot be read
             need = f"a dump dir has {CONFIG}, or {BASE_CONFIG} if it was only launched"
             raise NoRunError(f"{path}: no run there or below; {need}")
         for run in runs:
