@@ -20,6 +20,7 @@ from lingua.base.errors import UserError, nearest
 MISSING = "???"  # stands for a value that must be given; the same text as omegaconf.MISSING
 COMMAND_LINE = "command line"
 MAX_LEVELS = 50  # nested lists and mappings; an alias inside of itself would have any number
+_QUOTE = re.compile(r"""(?s)(["']).*\1""")
 TOO_DEEP = f"has more than {MAX_LEVELS} levels, aliases included"
 NO_TEXT = "must be text of UTF-8 without NUL"
 
@@ -99,7 +100,7 @@ def read_files(argv: Sequence[str]) -> list[Values]:
 def read_layers(path: Path, named_by: str, above: tuple[Path, ...] = ()) -> list[Values]:
     """A config file and the files below it, the deepest `base:` first. `named_by` begins the
     message about a file that cannot be read; `above` are the files that led to this one."""
-    layer = read_file(path, named_by)
+    layer = read_file(path, named_by, quoted=not above)
     base = layer.pop("base", None)
     if base is None:
         return [layer]
@@ -117,9 +118,11 @@ def read_layers(path: Path, named_by: str, above: tuple[Path, ...] = ()) -> list
     return [*read_layers(below, named_by, above), layer]
 
 
-def read_file(path: Path, named_by: str, content: bytes | None = None) -> Values:
+def read_file(
+    path: Path, named_by: str, content: bytes | None = None, quoted: bool = False
+) -> Values:
     """The mapping that a file holds, whose `content` may be known, read as data: `${...}` stays
-    text, `base` is a key."""
+    text, `base` is a key. For `quoted` see parse_mapping."""
     try:
         if content is None and not stat.S_ISREG(path.stat().st_mode):  # it may never end
             raise UserError(f"{named_by}: must be a file")
@@ -130,21 +133,29 @@ def read_file(path: Path, named_by: str, content: bytes | None = None) -> Values
         beside = path.parent.glob("*.y*ml") if e.errno == errno.ENOENT else []
         hint = nearest(path.name, [p.name for p in beside])
         raise UserError(f"{named_by}: cannot be read: {e.strerror or e}{hint}") from None
-    return parse_mapping(text, str(path))
+    return parse_mapping(text, str(path), quoted)
 
 
-def parse_mapping(text: str, name: str) -> Values:
-    """The mapping that the text of a file holds. `name` stands for the file in messages."""
+def parse_mapping(text: str, name: str, quoted: bool = False) -> Values:
+    """The mapping that the text of a file holds. `name` stands for the file in messages, which do
+    not quote it unless it is to be `quoted`: a config of other people may name a private file."""
     try:
         layer = _parse(text, name)
+        if not isinstance(layer.value, dict | None):
+            not_this = f", not {show(layer)}" if quoted else ""
+            raise UserError(f"{name}: must hold lines `key: value`{not_this}")
+        for key, value in (layer.value or {}).items():
+            if not (quoted or re.fullmatch(r"\w[\w-]*(\..*)?", key)):
+                raise UserError(f"{value.where}: is no key of a config")
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None) or getattr(e, "context_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        reason = getattr(e, "problem", None) or str(e).splitlines()[0]
-        raise UserError(f"{name}{line}: is not valid YAML: {reason}") from None
-    if not isinstance(layer.value, dict | None):
-        raise UserError(f"{name}: must hold lines `key: value`, not {show(layer)}")
-    return layer.value or {}
+        line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        error = f": is not valid YAML: {getattr(e, 'problem', None) or str(e).splitlines()[0]}"
+    except UserError as e:
+        line, error = "", str(e).removeprefix(name)
+    else:
+        return layer.value or {}
+    raise UserError(f"{name}{line}{error if quoted else _QUOTE.sub('...', error)}")
 
 
 def _parse(text: str, name: str) -> LocatedValue:
@@ -175,7 +186,7 @@ def _located(node: yaml.Node, name: str, level: int = 0, key_at: str = "") -> Lo
     if "CHANGE_THIS" in node.tag or node.value == "!!!CHANGE_THIS!!!":
         return LocatedValue(MISSING, where, MISSING)
     if node.tag.removeprefix("tag:yaml.org,2002:") not in ("str", "seq", "map"):
-        raise UserError(f"{line}: the YAML tag {node.tag} is not supported")
+        raise UserError(f'{line}: the YAML tag "{node.tag}" is not supported')
     if isinstance(node, yaml.ScalarNode):  # its style is its quotes
         if not is_text(node.value):
             raise UserError(f"{line}: {shorten(node.value)!a}: {NO_TEXT}")

@@ -11,6 +11,7 @@ import pytest
 
 from lingua.config.foreign import Foreign
 from lingua.config.load import flatten, load, meta_lingua, resume_classes, to_yaml
+from lingua.config.saved import load_saved
 from lingua.config.schema import Guarded
 from tests.config.example import (
     Benchmarks,
@@ -123,6 +124,40 @@ def test_base_is_laid_under_and_lines_are_those_of_each_file(tmp_path):
     refused(lambda: config(path), 'seeed: unknown key (did you mean "seed"?)', "root.yaml:2)")
     write(tmp_path / "common" / "root.yaml", "seed: 1\nbase: ./mid.yaml\n")
     refused(lambda: config(path), "root.yaml:2: base = ./mid.yaml", "circle")
+
+
+KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nhunter2\n-----END OPENSSH PRIVATE KEY-----\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (KEY, ": must hold lines"),
+        (KEY.replace("hunter2", 30 * "hunter2"), ": must hold lines"),
+        ("hunter2\n", ": must hold lines"),
+        ("- hunter2\n", ": must hold lines"),
+        ("10:00 login as hunter2: refused\n", ":1: is no key of a config"),
+        ("[hunter2]\nkey = 1\n", ":2:1: is not valid YAML"),
+        ("a: *hunter2\n", ":1:4: is not valid YAML: found undefined alias ..."),
+        ("a: &hunter2 1\nb: &hunter2 2\n", ":2:4: is not valid YAML"),
+        ("a: !<hunter2> 1\n", ':1: the YAML tag ... is not supported'),
+        ("hunter2: 1\nhunter2: 2\n", ":2: key ... is given twice"),
+        ('"hunter2\\n": 1\n"hunter2\\n": 2\n', ":2: key ... is given twice"),
+        ('a: "hunter2 \\0"\n', ":1: ...: must be text"),
+        ("a: [hunter2\n", ":2:1: is not valid YAML"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_config_is_not_quoted_where_another_config_names_it(
+    tmp_path, content, named
+):
+    own = write(tmp_path / "private", content)
+    if "BEGIN" in content:
+        refused(lambda: config(own), "BEGIN OPENSSH")  # the user's own file is
+    path = write(tmp_path / "theirs.yaml", "base: private\n")
+    message = refused(lambda: config(path), f"{tmp_path / 'private'}{named}")
+    assert "hunter2" not in message and "BEGIN" not in message
+    message = refused(lambda: load_saved(Config, tmp_path / "private"), f"private{named}")
+    assert "hunter2" not in message and "BEGIN" not in message
 
 
 def test_a_mapping_replaces_the_one_below_it(tmp_path):
