@@ -17,8 +17,7 @@ WRITEBACK_BYTES = 32 << 20  # bytes written before their write-back to the disk 
 
 class SyncedFile(io.FileIO):
     """A new file, written sequentially. Writing back to the disk starts while the file is written,
-    and is complete when `close` returns. Raises FileExistsError where something has the name, also
-    a symbolic link, which is not followed. `mode` is restricted by the umask."""
+    and is complete when `close` returns. A link is not followed. The umask restricts `mode`."""
 
     def __init__(self, path: Path, mode: int = 0o666) -> None:
         super().__init__(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
@@ -70,12 +69,11 @@ def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> Non
                     os.fchmod(file.fileno(), old_mode)  # also what the umask denies
             file.write(content.encode() if isinstance(content, str) else content)
         os.replace(new, path)
-    except BaseException as error:
-        with suppress(OSError):
-            new.unlink()
-        if isinstance(error, OSError):
-            error.filename = str(path)
+    except OSError as error:
+        error.filename = str(path)
         raise
+    finally:
+        new.unlink(missing_ok=True)  # unless it has taken the place
 
 
 def append_whole(path: Path, data: bytes) -> None:

@@ -20,7 +20,7 @@ from lingua.base.errors import UserError, nearest
 MISSING = "???"  # stands for a value that must be given; the same text as omegaconf.MISSING
 COMMAND_LINE = "command line"
 MAX_LEVELS = 50  # nested lists and mappings; an alias inside of itself would have any number
-_QUOTE = re.compile(r"""(?s)(["']).*\1""")
+_QUOTE = re.compile(r"""(?s)(["']).*\1|, not .*""")
 TOO_DEEP = f"has more than {MAX_LEVELS} levels, aliases included"
 NO_TEXT = "must be text of UTF-8 without NUL"
 
@@ -100,7 +100,7 @@ def read_files(argv: Sequence[str]) -> list[Values]:
 def read_layers(path: Path, named_by: str, above: tuple[Path, ...] = ()) -> list[Values]:
     """A config file and the files below it, the deepest `base:` first. `named_by` begins the
     message about a file that cannot be read; `above` are the files that led to this one."""
-    layer = read_file(path, named_by, quoted=not above)
+    layer = read_file(path, named_by, own=not above)
     base = layer.pop("base", None)
     if base is None:
         return [layer]
@@ -118,11 +118,9 @@ def read_layers(path: Path, named_by: str, above: tuple[Path, ...] = ()) -> list
     return [*read_layers(below, named_by, above), layer]
 
 
-def read_file(
-    path: Path, named_by: str, content: bytes | None = None, quoted: bool = False
-) -> Values:
+def read_file(path: Path, named_by: str, content: bytes | None = None, own: bool = False) -> Values:
     """The mapping that a file holds, whose `content` may be known, read as data: `${...}` stays
-    text, `base` is a key. For `quoted` see parse_mapping."""
+    text, `base` is a key. For `own` see parse_mapping."""
     try:
         if content is None and not stat.S_ISREG(path.stat().st_mode):  # it may never end
             raise UserError(f"{named_by}: must be a file")
@@ -133,29 +131,28 @@ def read_file(
         beside = path.parent.glob("*.y*ml") if e.errno == errno.ENOENT else []
         hint = nearest(path.name, [p.name for p in beside])
         raise UserError(f"{named_by}: cannot be read: {e.strerror or e}{hint}") from None
-    return parse_mapping(text, str(path), quoted)
+    return parse_mapping(text, str(path), own)
 
 
-def parse_mapping(text: str, name: str, quoted: bool = False) -> Values:
+def parse_mapping(text: str, name: str, own: bool = False) -> Values:
     """The mapping that the text of a file holds. `name` stands for the file in messages, which do
-    not quote it unless it is to be `quoted`: a config of other people may name a private file."""
+    not quote it unless it is the user's `own`: a config of others may name a private file."""
     try:
         layer = _parse(text, name)
         if not isinstance(layer.value, dict | None):
-            not_this = f", not {show(layer)}" if quoted else ""
-            raise UserError(f"{name}: must hold lines `key: value`{not_this}")
+            raise UserError(f"{name}: must hold lines `key: value`, not {show(layer)}")
         for key, value in (layer.value or {}).items():
-            if not (quoted or re.fullmatch(r"\w[\w-]*(\..*)?", key)):
+            if not (own or re.fullmatch(r"\w[\w-]*(\..*)?", key)):
                 raise UserError(f"{value.where}: is no key of a config")
+        return layer.value or {}
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None) or getattr(e, "context_mark", None)
+        reason = getattr(e, "problem", None) or str(e).splitlines()[0]
         line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        error = f": is not valid YAML: {getattr(e, 'problem', None) or str(e).splitlines()[0]}"
+        error = f"{line}: is not valid YAML: {reason}"
     except UserError as e:
-        line, error = "", str(e).removeprefix(name)
-    else:
-        return layer.value or {}
-    raise UserError(f"{name}{line}{error if quoted else _QUOTE.sub('...', error)}")
+        error = str(e).removeprefix(name)
+    raise UserError(name + (error if own else _QUOTE.sub("...", error)))
 
 
 def _parse(text: str, name: str) -> LocatedValue:

@@ -42,7 +42,8 @@ class _Console(logging.StreamHandler):
         elif not self.failed and not isinstance(error, BrokenPipeError):
             self.failed = True
             with suppress(OSError):
-                print(f"error: {self.stream.name} cannot be written: {error}", file=sys.stderr)
+                name = error.filename or self.stream.name
+                print(f"error: {name} cannot be written: {error.strerror}", file=sys.stderr)
 
 
 class _LogFile(_Console, logging.FileHandler):

@@ -139,7 +139,7 @@ def late_ranks(heart: Heartbeat, same_place: bool = True) -> list[str]:
 def fail(error: Exception) -> NoReturn:
     """End this rank of several by an error, which its excepthook reports."""
     sys.excepthook(type(error), error, error.__traceback__)
-    sys.stdout.flush()
+    print(end="", flush=True)
     os._exit(1)  # at the interpreter's end, a thread that waits for the store would abort
 
 

@@ -21,23 +21,19 @@ from lingua.parallel.signals import STOPPING, take_signals
 
 COLLECT_EVERY = 100  # steps between garbage collections; every tenth is a full one, 0.1 s
 STDOUT = "standard output"  # file name in its errors
-LOGS = {2}  # of stdout and stderr, those that show what need not be read; a run adds 1
 # errno of what is wrong with a file and needs no traceback
 UNUSABLE = {"EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EFBIG", "ENAMETOOLONG"}
 RANK_0_S = 10.0  # seconds for rank 0 to report a mistake that all ranks find before they meet
 
 
 def run_program(program: Callable[[], None]) -> NoReturn:
-    """Run `program` and exit with its exit code. Of a terminal that is not UTF-8, a character that
-    it lacks is escaped, and arguments are read as UTF-8 where they are."""
+    """Run `program` and exit with its exit code. What a terminal cannot show is escaped, and
+    arguments are read as UTF-8 where they are."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115, where it is closed
-        if isinstance(stream, io.TextIOWrapper):
-            errors = stream.errors if stream.encoding.lower() == "utf-8" else "backslashreplace"
-            lines = stream.line_buffering or stream.write_through
-            buffer = io.BufferedWriter(_Standard(stream))
-            text = io.TextIOWrapper(buffer, stream.encoding, errors, line_buffering=lines)
-            setattr(sys, name, text)
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            buffer = io.BufferedWriter(_Standard(stream.fileno(), "w", closefd=False))
+            text = io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", None, True)
+            setattr(sys, name, text)  # each line is written at once
     sys.argv = [_in_utf8(word) for word in sys.argv]
     faulthandler.enable(2)  # stacks of all threads where torch aborts, as its NCCL watchdog does
     gc.freeze()  # imported objects stay: collecting over them takes a sixth of a second
@@ -54,7 +50,6 @@ def run_program(program: Callable[[], None]) -> NoReturn:
                 raise
             local = why != "ENAMETOOLONG"  # which all ranks are given
             raise UserError(f"{error.filename}: {error.strerror}", local) from None
-        sys.stdout.flush()
     except UserError as error:
         if error.local and detect_launch().world_size > 1 and _has_process_group():
             sys.excepthook(type(error), error, None)  # others, which lose it, name this rank
@@ -66,11 +61,9 @@ def run_program(program: Callable[[], None]) -> NoReturn:
             os._exit(code)
     except Exception as error:
         if isinstance(error, OSError) and error.filename == STDOUT:
-            code = 128 + signal.SIGPIPE  # the reader, such as `head`, has gone
-            if error.errno != errno.EPIPE:
+            code = 1 if error.errno != errno.EPIPE else 128 + signal.SIGPIPE  # `head` has gone
+            if code == 1:
                 _report(UserError(f"{STDOUT} cannot be written: {error.strerror}", local=True))
-                code = 1
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at exit
         else:
             if detect_launch().world_size > 1 and _has_process_group():
                 from lingua.parallel.failure import fail
@@ -89,6 +82,10 @@ def run_program(program: Callable[[], None]) -> NoReturn:
         # interpreter: one that is late, and meets its end, aborts the process (pytorch pull request
         # 179291).
         time.sleep(0.1)
+    try:
+        print(end="", flush=True)  # where there is a stdout
+    except OSError:  # which was reported; Python flushes once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(code)
 
 
@@ -137,23 +134,15 @@ def _has_process_group() -> bool:
 
 
 class _Standard(io.FileIO):
-    """Below stdout and stderr. What cannot be written to one of LOGS ends nothing; it is reported
-    once where that can be read."""
-
-    def __init__(self, stream: io.TextIOWrapper) -> None:
-        super().__init__(stream.fileno(), "w", closefd=False)
-        self.name, self.replaced, self.failed = stream.name, stream, False  # kept: it would close
+    """Below stdout, whose errors it names, and stderr, whose errors end nothing."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if self.fileno() not in LOGS:
-                raise OSError(error.errno, error.strerror, STDOUT) from None
-            if not (self.failed or self.fileno() == 2 or error.errno == errno.EPIPE):
-                print(f"error: {STDOUT} cannot be written: {error.strerror}", file=sys.stderr)
-            self.failed = True
-            return len(data)
+            if self.fileno() == 2:
+                return len(data)
+            raise OSError(error.errno, error.strerror, STDOUT) from None
 
 
 @contextmanager

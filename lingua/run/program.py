@@ -8,6 +8,7 @@ Mistakes of the configuration are printed before the seconds in which torch is i
 
 import gc
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -16,7 +17,7 @@ from lingua.base.format import printable
 from lingua.checkpoint.run_config import load_run
 from lingua.config.values import read_files
 from lingua.parallel.environment import detect_launch
-from lingua.parallel.program import LOGS, exit_stopped, run_program
+from lingua.parallel.program import exit_stopped, run_program
 from lingua.run.args import RunArgs
 
 if TYPE_CHECKING:
@@ -35,10 +36,10 @@ def main(argv: list[str] | None = None, loop: str | None = None, doc: str | None
     app = choose_app(argv, files)
     args: RunArgs
     args, notices = load_run(app, argv, program_doc=doc or __doc__, files=files)
-    LOGS.add(1)  # train.log has the same
     if detect_launch().rank == 0:
         for line in [*notices, f"{args.name}: training {app.path} in {args.folder}"]:
-            print(printable(line), flush=True)
+            with suppress(OSError):  # a full disk, which the log will report, ends no run
+                print(printable(line), flush=True)
     program = load_loop(loop)
     gc.freeze()  # what is imported stays: run_program froze only what came before
     if stopped_by := program.train(app, args):
