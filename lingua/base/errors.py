@@ -14,19 +14,19 @@ MAX_SHOWN = 50  # mistakes listed in one message
 
 class UserError(Exception):
     """A mistake of the user. The message is complete: it names the key or file, the value
-    and what is allowed.
+    and what is allowed. It is `printable`, since it may quote any file.
 
     The entry points print it once, on one rank, without a traceback, and exit with code 2. Ranks
     meet a mistake together; one that only this machine has is `local`.
     """
 
     def __init__(self, message: str, local: bool = False) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.local = local
 
     def _render_traceback_(self) -> list[str]:
         """The lines that IPython, and so a notebook, shows in place of a traceback."""
-        return [f"error: {printable(str(self))}"]
+        return [f"error: {self}"]
 
 
 def all_of(mistakes: Sequence[str]) -> UserError:

@@ -147,8 +147,9 @@ def find_template(args: TokenizerArgs, template: str | None = None) -> tuple[str
             raise UserError(f"{file}: is no chat template ({error})") from None
     text: Any = config.get("chat_template")
     if isinstance(text, list):  # several templates, by name
-        text = {t.get("name"): t.get("template") for t in text if isinstance(t, dict)}
-    if isinstance(text, dict):
+        named = [t for t in text if isinstance(t, dict) and t.get("name") == "default"]
+        text = named[-1].get("template") if named else None
+    elif isinstance(text, dict):
         text = text.get("default")
     if not isinstance(text, str):
         raise UserError(

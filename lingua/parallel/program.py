@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from lingua.base.errors import UserError
-from lingua.base.format import printable
 from lingua.parallel.environment import detect_launch, show_in_torchrun
 from lingua.parallel.signals import STOPPING, take_signals
 
@@ -115,7 +114,7 @@ def _report(error: UserError) -> None:
     All ranks raise it together, so rank 0 prints it; one that concerns a single machine
     (`UserError(..., local=True)`) is printed by the rank that raised it.
     """
-    text = f"error: {printable(str(error))}"
+    text = f"error: {error}"
     show_in_torchrun(text)
     first = error.local or detect_launch().rank == 0
     if not first and not _has_process_group():

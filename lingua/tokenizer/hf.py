@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, is_library_error
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, library_errors
 from lingua.tokenizer.library import import_library, load_config, special_ids, wrong_file
 
 # The usual names of the first and last token, for a tokenizer without tokenizer_config.json.
@@ -14,13 +14,9 @@ EOS_NAMES: Sequence[str] = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>",
 
 def build_hugging_face(args: TokenizerArgs, content: bytes) -> Tokenizer:
     library = import_library(args, "tokenizers")
-    try:
+    with library_errors(lambda why: wrong_file(args, f": {why}")):
         _check_prefix(content)
         tokenizer = library.Tokenizer.from_buffer(content)
-    except BaseException as e:
-        if not is_library_error(e):
-            raise
-        raise wrong_file(args, f": {e}") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True  # their names in a text are text

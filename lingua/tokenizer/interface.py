@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -96,24 +97,26 @@ class Tokenizer:
         the library fails."""
         import numpy as np
 
-        try:
-            return [np.asarray(ids, self.dtype) for ids in self.encode_texts(texts)]
-        except BaseException as error:
-            if not is_library_error(error):
-                raise
+        def refuse(why: str) -> UserError:
             for text in texts:
                 text.encode("utf-8")  # each library fails in its own way at a lone surrogate
-            need = f"its library fails at a text: {error}"
-            raise UserError(f"data.tokenizer.name = {self.name}: {need}") from error
+            return UserError(
+                f"data.tokenizer.name = {self.name}: its library fails at a text: {why}"
+            )
+
+        with library_errors(refuse):
+            return [np.asarray(ids, self.dtype) for ids in self.encode_texts(texts)]
 
     def decode(self, ids: "Sequence[int] | np.ndarray") -> str:
         """The text. Special tokens are left out, and bytes that are not UTF-8 become U+FFFD. An id
-        outside the vocabulary is an IndexError."""
+        outside the vocabulary is an IndexError. Raises UserError where the library fails."""
         ids = [int(i) for i in ids]
         for i in ids:
             if not 0 <= i < self.vocab_size:
                 raise IndexError(f"token {i} is outside the vocabulary of {self.vocab_size}")
-        return self.decode_ids(ids)
+        need = f"data.tokenizer.name = {self.name}: its library fails at tokens"
+        with library_errors(lambda why: UserError(f"{need}: {why}")):
+            return self.decode_ids(ids)
 
     @property
     def ends(self) -> list[int]:
@@ -136,6 +139,15 @@ class Tokenizer:
         )
 
 
-def is_library_error(error: BaseException) -> bool:
-    """Whether a library may have raised it: any type, and no Exception where Rust panics."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+@contextmanager
+def library_errors(refuse: Callable[[str], Exception]) -> Iterator[None]:
+    """Around what a library, or a template, makes of a file or a text: it may raise any type, and
+    no Exception where Rust panics. Raises what `refuse` makes of its message, on one line and
+    without the middle of a long one, which may quote the whole file."""
+    try:
+        yield
+    except BaseException as error:
+        if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+            raise
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise refuse(why if len(why) <= 500 else f"{why[:300]} ... {why[-150:]}") from None

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from lingua.base.files import read_bytes
-from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, is_library_error
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, library_errors
 from lingua.tokenizer.library import import_library, wrong_file
 
 # How Llama 3 splits text before merging: contractions, words with the character before them, up to
@@ -59,12 +59,8 @@ def build_tiktoken(args: TokenizerArgs, content: bytes) -> Tokenizer:
     def decode(ids: list[int]) -> str:
         return encoding.decode([i for i in ids if i < n_ranks], errors="replace")
 
-    try:
+    with library_errors(lambda why: args.wrong_value(f"{file} has a wrong pattern: {why}")):
         again = decode(encode(SAMPLE).tolist())
-    except BaseException as error:
-        if not is_library_error(error):
-            raise
-        raise args.wrong_value(f"{file} has a wrong pattern: {error}") from None
     if again != SAMPLE:
         need = f"must match every character of a text; {SAMPLE!r} becomes {again!r}"
         raise args.wrong_value(f"{file}: {need}")

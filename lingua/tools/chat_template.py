@@ -4,12 +4,15 @@
     chat.encode(chat.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True))
 
 A template is a Jinja program in the files of the tokenizer. It runs in Jinja's sandbox, with the
-names and filters that transformers gives it (transformers.utils.chat_template_utils).
+names and filters that transformers gives it (transformers.utils.chat_template_utils). One that goes
+on for ever, or writes without end, is stopped; what it keeps in memory besides has no limit.
 """
 
 import json
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, partial
@@ -25,7 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lingua.base.errors import UserError
 from lingua.config.values import NO_TEXT, is_text
 from lingua.data.chat import find_template, special_names
-from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, is_library_error
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, library_errors
 
 if TYPE_CHECKING:  # it imports torch
     from lingua.model.sampling import SamplingArgs
@@ -38,6 +41,9 @@ DAY = datetime(2024, 7, 26)
 # Noncharacters of Unicode, which no text has: around what a template puts between its tags
 # `generation` and `endgeneration`.
 BEGIN, END = "\ufdd0", "\ufdd1"
+MAX_RENDER_S = 10.0  # processor time of one rendering, which takes less than a millisecond
+MAX_CHARS = 10_000_000  # of a rendering; also characters or items of a product in it
+MAX_BITS = 1 << 14  # of a number; Python writes none that is larger
 
 
 class ChatError(ValueError):
@@ -60,8 +66,11 @@ class Chat:
         """`names` are the special tokens that the template may write, such as eos_token. Raises
         UserError, which begins with `where`, for a template that is not valid."""
         self.source = template
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        self._environment = environment = _Environment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, jinja2.ext.loopcontrols],
+            optimized=False,  # nothing of a template is computed before it is rendered
         )
         # As transformers' filter: Jinja's own writes HTML.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
@@ -95,13 +104,17 @@ class Chat:
                 if BEGIN in text or END in text:
                     raise ChatError(f"{place} has a noncharacter of Unicode, U+FDD0 or U+FDD1")
         plain = [{k: v for k, v in m.items() if v is not None} for m in messages]
-        try:
-            text = self._template.render(
+        with library_errors(lambda why: ChatError(f"the chat template fails: {why}")):
+            parts, n = [], 0
+            self._environment.ends_at = time.process_time() + MAX_RENDER_S
+            for part in self._template.generate(
                 messages=plain, tools=tools, documents=None, add_generation_prompt=prompt
-            )
+            ):
+                parts.append(part)
+                if (n := n + len(part)) > MAX_CHARS:
+                    raise ChatError(f"it writes more than {MAX_CHARS:,} characters")
+            text = "".join(parts)
             text.encode()  # raises at half a surrogate pair
-        except Exception as error:  # a template is a program: its faults have any type
-            raise ChatError(f"the chat template fails: {error}") from None
         return text
 
     def examples(
@@ -141,12 +154,9 @@ class Chat:
         return np.array(self._encode(text).ids, np.int64)
 
     def _encode(self, text: str) -> Any:
-        try:
+        fails = "the tokenizer's library fails at its text"
+        with library_errors(lambda why: ChatError(f"{fails}: {why}")):
             return self._library.encode(text, add_special_tokens=False)
-        except BaseException as error:
-            if not is_library_error(error):
-                raise
-            raise ChatError(f"the tokenizer's library fails at its text: {error}") from None
 
     def encode_example(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
         """(ids int64 [n], whether they carry loss bool [n]): a token does that has a character of
@@ -211,8 +221,49 @@ def _texts(value: Any) -> Iterator[str]:
         yield from (text for item in value for text in _texts(item))
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which whatever may be repeated ends: the bodies of loops and macros look
+    at the clock, and operators whose result a few characters can make endless at its size."""
+
+    intercepted_binops = frozenset(("*", "**"))
+    ends_at = 0.0  # of time.process_time
+
+    def check_time(self) -> bool:
+        if time.process_time() > self.ends_at:
+            raise jinja2.TemplateError(f"it takes more than {MAX_RENDER_S:g} s")
+        return True
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        match left, right:
+            case int(), int():
+                times = right if operator == "**" else 1 + right.bit_length()
+                is_endless = left.bit_length() * times > MAX_BITS
+            case (Sized(), int()) | (int(), Sized()):
+                sizes = (len(v) if isinstance(v, Sized) else v for v in (left, right))
+                is_endless = math.prod(sizes) > MAX_CHARS
+            case _:
+                is_endless = False
+        if is_endless:
+            raise jinja2.TemplateError(f"the result of {operator} is too large")
+        return super().call_binop(context, operator, left, right)
+
+    def limit(self, tree: nodes.Template) -> nodes.Template:
+        """The program with a look at the clock in everything that has a body."""
+
+        def look(node: nodes.Node) -> nodes.Call:
+            check = nodes.EnvironmentAttribute("check_time")
+            return nodes.Call(check, [], [], None, None).set_lineno(node.lineno)
+
+        for node in list(tree.find_all(nodes.Stmt)):
+            if "body" in node.fields:
+                node.body.insert(0, nodes.ExprStmt(look(node)).set_lineno(node.lineno))
+            if isinstance(node, nodes.For) and node.test is not None:
+                node.test = nodes.And(look(node), node.test).set_lineno(node.lineno)
+        return tree
+
+
 def _compile(
-    template: str, where: str, environment: jinja2.Environment, names: dict[str, str]
+    template: str, where: str, environment: _Environment, names: dict[str, str]
 ) -> jinja2.Template:
     """Raises UserError, which names the line of the template: where Jinja, or Python with what
     Jinja makes of it, refuses it or gives up."""
@@ -229,7 +280,7 @@ def _compile(
         for constant in tree.find_all(nodes.Const):
             if isinstance(constant.value, str) and not is_text(constant.value):
                 raise refusal(constant.lineno, f"{constant.value!a}: {NO_TEXT}")
-        return environment.from_string(tree, globals=names)
+        return environment.from_string(environment.limit(tree), globals=names)
     except jinja2.TemplateSyntaxError as error:
         raise refusal(error.lineno, error) from None
     except SyntaxError as error:

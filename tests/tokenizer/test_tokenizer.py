@@ -6,7 +6,6 @@ import json
 import random
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -250,6 +249,7 @@ def test_a_wrong_file_of_a_tokenizer_is_named_with_what_is_wrong_in_it(tmp_path,
     aborts = json.loads(Path(paths["hf-byte-level"].path).read_text())
     aborts["model"]["continuing_subword_prefix"] = "x"
     panics = good | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
+    strip = good | {"decoder": {"type": "Strip", "content": "K", "start": 0, "stop": 9}}
     ranks = Path(paths["tiktoken"].path).read_bytes()
     no_a = ranks.replace(base64.b64encode(b"A") + b" ", b"QUJD ")
     for name, content, pattern, *named in (
@@ -259,6 +259,8 @@ def test_a_wrong_file_of_a_tokenizer_is_named_with_what_is_wrong_in_it(tmp_path,
         ("hf", words({"x": 0}, "[UNK]"), None, "UNK"),
         ("hf", aborts, None, "continuing_subword_prefix"),
         ("hf", panics, None, "precompiled_charsmap"),
+        ("hf", strip | {"model": words({"KK": 0}, "KK")["model"]}, None, "fails at tokens"),
+        ("hf", good | {"truncation": "9" * 10**6}, None, "999 ... 999", "at line 1 column 1000"),
         ("tiktoken", ranks + b"no-base64 99\n", None, "line 271"),
         ("tiktoken", ranks + b"QUJD 269\n", None, "from 0, each once"),
         ("tiktoken", no_a, None, "0x41"),
@@ -270,8 +272,13 @@ def test_a_wrong_file_of_a_tokenizer_is_named_with_what_is_wrong_in_it(tmp_path,
         path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
         if pattern is not None:
             path.with_suffix(".pattern").write_bytes(pattern)
-        use = lambda args: build_tokenizer(args).encode("x y")  # noqa: E731
-        refused(partial(use, TokenizerArgs(name, str(path))), "data.tokenizer.", *named)
+        args = TokenizerArgs(name, str(path))
+
+        def use(args=args):
+            tokenizer = build_tokenizer(args)
+            tokenizer.decode(tokenizer.encode("x y"))
+
+        assert len(refused(use, "data.tokenizer.", *named)) < 1000
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])

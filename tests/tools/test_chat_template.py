@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
+from lingua.tools import chat_template
 from lingua.tools.chat_template import Chat, ChatError, open_chat
 from tests.chats import CHATML, TEMPLATES, write_tokenizer
 from tests.mistakes import refused
@@ -131,6 +132,7 @@ def test_what_is_no_template_is_an_error_that_names_its_file(tmp_path):
         ("a\n\n{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", f"{file}:3", "too many levels"),
         ("a\n{{ 1" + "+1" * 5000 + " }}\n\n", f"{file}:2", "too many levels"),
         ([{"name": "tool_use", "template": "x"}], "no chat template"),
+        ([{"name": ["default"], "template": "x"}], "no chat template"),
         (3, "no chat template"),
     ):
         refused(lambda template=template: chat_of(tmp_path, template), *names)
@@ -138,6 +140,50 @@ def test_what_is_no_template_is_an_error_that_names_its_file(tmp_path):
     gone = str(tmp_path / "gone.jinja")
     refused(lambda: open_chat(args, build_tokenizer(args), gone), gone)
     refused(lambda: open_chat(TokenizerArgs(), build_tokenizer(TokenizerArgs())), "hf")
+
+
+R, N = "{% set r = range(9999)|list %}", "{% set n = namespace(x=9) %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (R + "{% for i in r %}" * 9 + "{% endfor %}" * 9, "it takes more than 0.1 s"),
+        (R + "{% for i in r if r|select('none')|list %}{% endfor %}", "it takes more than 0.1 s"),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}"
+            "{{ f(99) }}",
+            "it takes more than 0.1 s",
+        ),
+        ("{% for i in range(9999) %}" + "x" * 2000 + "{% endfor %}", "10,000,000 characters"),
+        ("{{ (messages|length + 1) ** 10000000000 }}", r"\*\* is too large"),
+        ("{{ 9999999999 * 'ab' }}", r"\* is too large"),
+        ("{{ [1] * 9999999999 }}", r"\* is too large"),
+        (N + "{% for i in range(40) %}{% set n.x = n.x * n.x %}{% endfor %}", r"\* is too large"),
+        ("{{ raise_exception('a\n' * 9999) }}", "fails: a a a a.* a ... a a a"),
+    ],
+)
+def test_a_template_without_end_is_stopped(tmp_path, monkeypatch, template, why):
+    monkeypatch.setattr(chat_template, "MAX_RENDER_S", 0.1)
+    chat = chat_of(tmp_path, template)
+    with pytest.raises(ChatError, match=why) as caught:
+        chat.render(TURNS)
+    assert len(str(caught.value)) < 1000
+
+
+def test_limits_leave_operators_and_loops_as_they_are_in_transformers(tmp_path):
+    template = """
+    {%- for m in messages if m.role == 'user' recursive %}{{ loop.index }}/{{ loop.length }}
+    {%- if loop.last %}{{ '=' * 3 ~ 2 * [1, 2] ~ 2 ** 0.5 * 3 ~ 2 ** -1 ~ 3 * 1.5 }}{% endif %}
+    {%- else %}none{% endfor %}
+    {%- for k, v in messages[0].items() %}{{ loop.nextitem }}{{ k }}{% endfor %}
+    {%- macro f(x) %}{{ x * 2 }}{{ caller(x) }}{% endmacro %}
+    {%- call(y) f('a') %}{{ y }}{% endcall %}{% filter upper %}b{% endfilter %}
+    {%- set z %}c{% endset %}{{ z }}"""
+    chat = chat_of(tmp_path, template)
+    reference = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for messages in (TURNS, TURNS[:1]):
+        assert chat.render(messages) == reference.apply_chat_template(messages, tokenize=False)
 
 
 def test_a_message_cannot_write_special_tokens_or_make_the_library_panic(tmp_path):

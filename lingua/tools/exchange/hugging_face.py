@@ -27,8 +27,8 @@ from lingua.checkpoint.tensors import Part
 from lingua.config.values import plain, show
 from lingua.data.rows import TOKENIZER
 from lingua.tokenizer.build import build_tokenizer
-from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
-from lingua.tokenizer.library import kind_of_file, load_config
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, library_errors
+from lingua.tokenizer.library import kind_of_file, load_config, wrong_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 GENERATION, TOKENIZERS = "generation_config.json", ("tokenizer.json", "tokenizer.model")
@@ -317,7 +317,9 @@ def adds_bos(args: TokenizerArgs, tokenizer: Tokenizer) -> bool:
     add_bos_token in the tokenizer_config.json beside it says; else, unless it is `hf`, they do."""
     if args.name == "bytes":
         return True
-    if args.name == "hf" and tokenizer.library.encode("").ids[:1] == [tokenizer.bos_id]:
-        return True
+    if args.name == "hf":
+        with library_errors(lambda why: wrong_file(args, f": {why}")):
+            if tokenizer.library.encode("").ids[:1] == [tokenizer.bos_id]:
+                return True
     asked = load_config(args).get("add_bos_token", args.name != "hf")
     return tokenizer.bos_id is not None and bool(asked)
