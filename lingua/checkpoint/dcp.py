@@ -5,6 +5,7 @@ may hold a small part of it, and copies it; this one reads a part into its place
 """
 
 import io
+import math
 import pickle
 import pickletools
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,9 +19,10 @@ from torch import Tensor
 from lingua.base.dump_dir import METADATA
 from lingua.base.files import file_size, read_bytes, read_into
 from lingua.checkpoint.tensors import Part
-from lingua.parallel.torch_private import begin_in_file, create_file_view
+from lingua.parallel.torch_private import begin_in_file, create_file_view, open_archive
 
 READ_BYTES = 1 << 19  # bytes read before they are converted: the size of a processor's cache
+MAX_CELLS = 1 << 28  # chunks of a tensor times the cells into which their sides divide it
 
 # Import paths that `.metadata` may name.
 _DCP = "torch.distributed.checkpoint"
@@ -187,7 +189,10 @@ def _cover_once(size: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], .
     # All elements between two neighbours of these places are in the same boxes.
     places = [sorted({c[d] for box in corners for c in box}) for d in range(len(size))]
     index = [{place: i for i, place in enumerate(side)} for side in places]
-    surplus = np.zeros([len(side) - 1 for side in places], np.int32)
+    shape = [len(side) - 1 for side in places]
+    if len(boxes) * math.prod(shape) > MAX_CELLS:  # hours, or more than memory
+        return False
+    surplus = np.zeros(shape, np.int32)
     for i, box in enumerate(corners):
         inside = tuple(slice(at[a], at[e]) for at, a, e in zip(index, *box, strict=True))
         surplus[inside] += 1 if i else -1
@@ -209,6 +214,10 @@ def _read_chunk(f: io.FileIO, stored: _Chunk, part: Part) -> None:
     """Fill a part of a chunk, which torch.save wrote into `f`; a few rows at a time, where it has
     another dtype or is on another device."""
     view = cast(IO[bytes], create_file_view(f, stored.offset, stored.length))
+    archive = open_archive(view)
+    if sum(map(archive.get_record_size, archive.get_all_records())) > stored.length:
+        raise ValueError("is compressed; must be as torch.save writes it")
+    view.seek(0)
     chunk = torch.load(view, map_location="meta", weights_only=True)  # reads no elements
     if not isinstance(chunk, Tensor):
         raise ValueError(f"has {type(chunk).__name__} in place of {part.name}")

@@ -83,6 +83,7 @@ tree_map_only = _pytree.tree_map_only
 compute_local_shape_and_global_offset = _utils.compute_local_shape_and_global_offset
 # A part of a file as a file: one of DCP's has many tensors, each as torch.save wrote it.
 create_file_view = dcp._create_file_view
+open_archive = torch._C.PyTorchFileReader  # of a file of torch.save
 # Allocations and frees on CUDA, recorded and written for pytorch.org/memory_viz.
 record_memory_history = torch.cuda.memory._record_memory_history
 dump_memory_snapshot = torch.cuda.memory._dump_snapshot

@@ -9,6 +9,7 @@ import os
 import pickle
 import resource
 import shutil
+import time
 import zipfile
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from apps.main.config import ModelArgs
 from apps.main.hugging_face import llama
@@ -114,6 +115,20 @@ def test_what_a_small_file_would_take_in_memory_is_refused(folder):
     forge(folder, pickle.dumps(metadata))
     told = refusal(lambda: convert_to(folder, folder / "file.pth"))
     assert f"{folder / '.metadata'} cannot be read: its tensors have" in told
+    # Chunks whose sides divide a tensor into many cells: each a slice of what those before leave;
+    # and others that overlap.
+    begin, sides, slices = time.process_time(), [32] * 6, []
+    for i in range(187):
+        sizes = [1 if dim == i % 6 and i < 186 else side for dim, side in enumerate(sides)]
+        slices.append(([32 - side for side in sides], sizes))
+        sides[i % 6] -= 1
+    overlapping = [([i] * 2, [1500 - i] * 2) for i in [*range(1500), *[0] * 20_000]]
+    for size, chunks in (([32] * 6, slices), ([1500] * 2, overlapping)):
+        entry.size = torch.Size(size)
+        entry.chunks = [ChunkStorageMetadata(*map(torch.Size, chunk)) for chunk in chunks]
+        forge(folder, pickle.dumps(metadata))
+        assert f"each element of {name} once" in refusal(lambda: main(["show", str(folder)]))
+    assert time.process_time() - begin < 10
 
     file = folder / "file.pth"
     torch.save({"model": {"a": torch.zeros(1).expand(1 << 40)}}, file)
@@ -121,9 +136,16 @@ def test_what_a_small_file_would_take_in_memory_is_refused(folder):
     compressed = io.BytesIO()
     with zipfile.ZipFile(file) as stored, zipfile.ZipFile(compressed, "w", 8) as archive:
         for entry in stored.infolist():
-            archive.writestr(entry, stored.read(entry), zipfile.ZIP_DEFLATED)
+            content = stored.read(entry)
+            content = bytes(1 << 20) if entry.filename.endswith("/byteorder") else content
+            archive.writestr(entry, content, zipfile.ZIP_DEFLATED)
     file.write_bytes(compressed.getvalue())
     assert "is compressed" in refusal(lambda: convert_to(file, folder / "x"))
+    (folder / "__0_0.distcp").write_bytes(compressed.getvalue())
+    for info in (metadata := pickle.loads(pickled)).storage_data.values():
+        info.offset, info.length = 0, len(compressed.getvalue())
+    forge(folder, pickle.dumps(metadata))
+    assert "is compressed" in refusal(lambda: convert_to(folder, folder / "x"))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20  # KiB
 
 
