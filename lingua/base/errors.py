@@ -2,6 +2,7 @@
 optional packages."""
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -14,14 +15,14 @@ MAX_SHOWN = 50  # mistakes listed in one message
 
 class UserError(Exception):
     """A mistake of the user. The message is complete: it names the key or file, the value
-    and what is allowed. It is `printable`, since it may quote any file.
+    and what is allowed. It may quote any file: it is `printable`, and a long line loses its middle.
 
     The entry points print it once, on one rank, without a traceback, and exit with code 2. Ranks
     meet a mistake together; one that only this machine has is `local`.
     """
 
     def __init__(self, message: str, local: bool = False) -> None:
-        super().__init__(printable(message))
+        super().__init__(re.sub("(.{1000}).{99,}(.{500})", r"\1 ... \2", printable(message)))
         self.local = local
 
     def _render_traceback_(self) -> list[str]:

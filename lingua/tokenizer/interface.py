@@ -142,12 +142,10 @@ class Tokenizer:
 @contextmanager
 def library_errors(refuse: Callable[[str], Exception]) -> Iterator[None]:
     """Around what a library, or a template, makes of a file or a text: it may raise any type, and
-    no Exception where Rust panics. Raises what `refuse` makes of its message, on one line and
-    without the middle of a long one, which may quote the whole file."""
+    no Exception where Rust panics. Raises what `refuse` makes of its message, on one line."""
     try:
         yield
     except BaseException as error:
         if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
-        why = " ".join(str(error).split()) or type(error).__name__
-        raise refuse(why if len(why) <= 500 else f"{why[:300]} ... {why[-150:]}") from None
+        raise refuse(" ".join(str(error).split()) or type(error).__name__) from None
