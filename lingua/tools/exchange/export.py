@@ -241,6 +241,7 @@ def write_tokenizer(folder: Path, data: DataArgs, tokenizer: Tokenizer, max_posi
     else:
         return f"transformers has no form of its {args.name} tokenizer: no file of it is there"
     special, config = special_tokens(tokenizer), load_config(args)
+    config.pop("auto_map", None)  # names code to execute
     if not config:
         config = special | {
             "model_max_length": max_positions,

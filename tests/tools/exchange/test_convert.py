@@ -226,7 +226,7 @@ TALK = [{"role": "user", "content": "zoo"}, {"role": "assistant", "content": "th
 
 def write_base(folder: Path) -> ModelArgs:
     """A model of transformers as they are published; returns it as ours."""
-    write_tokenizer(folder, None, pad_token="<s>")
+    write_tokenizer(folder, None, pad_token="<s>", auto_map={"AutoTokenizer": ["x.Y", None]})
     (folder / "chat_template.jinja").write_text(TEMPLATES["chatml"])
     LlamaForCausalLM(a_llama(vocab_size=300, bos_token_id=0)).save_pretrained(folder)
     for name, changed in {
@@ -283,6 +283,7 @@ def test_what_a_base_has_and_training_did_not_change_is_carried_over(ranks, tmp_
         assert (out / "LICENSE.txt").read_text() == "LICENSE.txt of the base"
         card = (out / "README.md").read_text()
         assert "Base: base" in card and "README.md, modeling.py, auto_map of config.json" in card
+        assert not any("auto_map" in file.read_text() for file in out.glob("*config.json"))
         assert str(tmp_path) not in card
     card = (tmp_path / "sft-hf/README.md").read_text()
     assert "Training loss: 1.25 nats per token, at step 2" in card and "talks 1" in card
