@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 
+import lingua
 from apps.main import eval as evaluation
 from apps.main import generate as generation
 from apps.main.config import TrainArgs
@@ -51,6 +52,7 @@ from tests.checkpoints import resign, write_manifest
 from tests.data.prepared import TEXTS, Prepared, expected_tokens, make_args, train_tokens
 from tests.mutation import change_bytes, change_file, change_json, fuzz, hostile_argument
 from tests.tokenizer import test_tokenizer as tokenizers
+from tests.tools.exchange.test_convert import TALK, write_base
 
 pytestmark = pytest.mark.soak
 
@@ -263,10 +265,10 @@ def test_hostile_files_of_prompts_are_refused_by_line(tmp_path):
     fuzz(make, 20)
 
 
-def fuzz_files(original, names, folder, programs):
+def fuzz_files(original, names, folder, programs, *words):
     """Change one of the files `names` of a copy at `folder` at a time."""
     none_left = f"{folder.parent}: has checkpoints, but none that can be used"
-    refusal_names = [str(folder), none_left, "in the checkpoint, ", "data.tokenizer."]
+    refusal_names = [str(folder), none_left, "in the checkpoint, ", "data.tokenizer.", *words]
     for program in programs:
         assert not mutation.is_refused(program, refusal_names, "unchanged")
 
@@ -330,6 +332,23 @@ def test_any_change_of_a_folder_of_transformers_is_accepted_or_refused_by_name(t
     ]
     names = ["config.json", "model.safetensors"]
     fuzz_files(tmp_path / "original", names, folder, programs)
+
+
+def test_any_change_of_a_folder_with_a_chat_template_is_used_or_refused_by_name(tmp_path):
+    write_base(tmp_path / "original")
+    folder = shutil.copytree(tmp_path / "original", tmp_path / "hf")
+
+    def load_and_use():
+        lm = lingua.load(folder, device="cpu")
+        lm.generate("this \u2028😀", temperature=0, max_gen_tokens=2)
+        lm.chat(TALK[:1], temperature=0, max_gen_tokens=2)
+        for token in range(lm.tokenizer.vocab_size):
+            lm.tokenizer.decode([token, 5, token])
+
+    names = ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
+    names += ["generation_config.json"]
+    words = ["messages: ", "chat: ", "the text is empty", "max_gen_tokens"]
+    fuzz_files(tmp_path / "original", names, folder, [load_and_use], *words)
 
 
 def test_any_change_of_a_checkpoint_of_meta_lingua_is_accepted_or_refused_by_name(tmp_path):

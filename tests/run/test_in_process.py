@@ -280,7 +280,9 @@ CELL = "import lingua; lingua.train('apps.main', {'optim': {'lrr': '\x1b[31m'}})
 
 
 def test_a_notebook_shows_the_message_of_a_mistake_alone(capsys):
-    assert UserError("a\x1b\nb")._render_traceback_() == ["error: a\\x1b\nb"]  # IPython's hook
+    error = UserError("a\x1b\nb" + "x" * 9999)
+    assert str(error) == "a\\x1b\nb" + "x" * 999 + " ... " + "x" * 500
+    assert error._render_traceback_() == [f"error: {error}"]  # IPython's hook
     shell = InteractiveShell.instance()
     assert shell.run_cell(CELL).error_in_exec
     shown = capsys.readouterr().out

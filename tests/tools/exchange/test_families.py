@@ -29,8 +29,9 @@ from lingua.parallel.args import DistributedArgs
 from lingua.parallel.init import canonical_name, init_parameters, ties_kept
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.parallelize import parallelize_model
-from lingua.tools.exchange.hugging_face import INDEX, SINGLE, open_folder
+from lingua.tools.exchange.hugging_face import INDEX, SINGLE, config_of_hf_folder, open_folder
 from tests.apps.meshes import on_mesh
+from tests.chats import write_tokenizer
 from tests.checkpoint.test_checkpoint_load import bytes_read
 from tests.mistakes import refused
 from tests.tools.exchange.converted import SCALING, a_model, convert_to, same, save_here, tensors_in
@@ -249,6 +250,18 @@ def test_a_head_that_a_flag_ties_is_read_where_it_is_a_copy_and_refused_where_no
     said = refused(lambda: open_folder(llama, tmp_path))
     assert "lm_head.weight is not model.embed_tokens.weight" in said
     assert "tie_word_embeddings = false" in said
+
+
+@pytest.mark.quick
+def test_a_tokenizer_whose_library_fails_at_no_text_is_refused_by_its_file(tmp_path):
+    config = llama.to_config(a_model(), 64)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = write_tokenizer(tmp_path) / "tokenizer.json"
+    assert config_of_hf_folder(None, tmp_path, "tokenizer_path")["data"]["add_bos"] is False
+    post = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+    post["single"] = [{"SpecialToken": {"id": "<s>", "type_id": 0}}]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": post}))
+    refused(lambda: config_of_hf_folder(None, tmp_path, "tokenizer_path"), file)
 
 
 def test_of_a_single_file_and_an_index_the_file_is_read_as_by_transformers(tmp_path):
