@@ -20,6 +20,7 @@ import torch
 import yaml
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
+import lingua
 from apps.main.config import ModelArgs
 from apps.main.hugging_face import llama
 from lingua.checkpoint.args import CheckpointArgs
@@ -107,6 +108,11 @@ def test_what_a_small_file_would_take_in_memory_is_refused(folder):
     ):
         forge(folder, pickle.PROTO + b"\x04" + bomb)
         assert "cannot be read" in refusal(lambda: main(["show", str(folder)]))
+    forge(folder, pickled)
+    config = (folder / "config.yaml").read_bytes()
+    forge(folder, config.replace(b"\n  dim: 16\n", b"\n  dim: 10000000\n"), "config.yaml")
+    assert "does not fit this model" in refusal(lambda: lingua.load(folder, device="cpu"))
+    forge(folder, config, "config.yaml")
     metadata = pickle.loads(pickled)
     name = "model.tok_embeddings.weight"
     huge, entry = torch.Size((1 << 20, 1 << 20)), metadata.state_dict_metadata[name]

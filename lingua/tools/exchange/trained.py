@@ -16,7 +16,7 @@ from lingua.base.errors import UserError
 from lingua.checkpoint.folder import read_state
 from lingua.checkpoint.origin import is_hf_folder, open_source
 from lingua.checkpoint.saved import flat_config, verify
-from lingua.checkpoint.source import TensorSource
+from lingua.checkpoint.source import TensorSource, check_fit
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import to_yaml
 from lingua.config.saved import load_saved
@@ -89,6 +89,8 @@ def load_weights(
     mesh: DeviceMesh,
 ) -> nn.Module:
     """A model on the meta device with its weights on a mesh. Called by every rank."""
+    sizes = {name: tuple(t.shape) for name, t in tensors_of(module).items()}  # not allocated yet
+    check_fit(f"{source.path} does not fit this model", sizes, source.shapes("model."))
     device = torch.device(mesh.device_type)
     # Of one process, which has nothing to shard, weights are cast once and not in each forward.
     one_process = mesh.size() == 1
