@@ -100,9 +100,7 @@ class Tokenizer:
         def refuse(why: str) -> UserError:
             for text in texts:
                 text.encode("utf-8")  # each library fails in its own way at a lone surrogate
-            return UserError(
-                f"data.tokenizer.name = {self.name}: its library fails at a text: {why}"
-            )
+            return UserError(f"data.tokenizer.name = {self.name}: fails at a text: {why}")
 
         with library_errors(refuse):
             return [np.asarray(ids, self.dtype) for ids in self.encode_texts(texts)]
@@ -114,8 +112,8 @@ class Tokenizer:
         for i in ids:
             if not 0 <= i < self.vocab_size:
                 raise IndexError(f"token {i} is outside the vocabulary of {self.vocab_size}")
-        need = f"data.tokenizer.name = {self.name}: its library fails at tokens"
-        with library_errors(lambda why: UserError(f"{need}: {why}")):
+        wrong = f"data.tokenizer.name = {self.name}: fails at tokens"
+        with library_errors(lambda why: UserError(f"{wrong}: {why}")):
             return self.decode_ids(ids)
 
     @property
@@ -145,6 +143,8 @@ def library_errors(refuse: Callable[[str], Exception]) -> Iterator[None]:
     no Exception where Rust panics. Raises what `refuse` makes of its message, on one line."""
     try:
         yield
+    except UserError:
+        raise
     except BaseException as error:
         if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise

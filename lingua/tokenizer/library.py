@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from lingua.base.errors import UserError, import_optional, nearest
 from lingua.base.files import load_json
-from lingua.tokenizer.interface import FILE_KINDS, TokenizerArgs
+from lingua.tokenizer.interface import FILE_KINDS, TokenizerArgs, library_errors
 
 Kind = Literal["hf", "tiktoken", "sp"]
 # How their files begin: JSON; a line `base64 rank`; a protobuf's first field, of which so is one.
@@ -43,10 +43,8 @@ def load_config(args: TokenizerArgs) -> dict[str, Any]:
     path = args.file.with_name("tokenizer_config.json")
     if not path.is_file():
         return {}
-    try:
+    with library_errors(lambda why: args.wrong_value(f"{path} beside it: cannot be read: {why}")):
         return load_json(path)
-    except (OSError, ValueError) as e:
-        raise args.wrong_value(f"{path} beside it cannot be read: {e}") from None
 
 
 def special_ids(

@@ -4,18 +4,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, library_errors
 from lingua.tokenizer.library import import_library, special_ids, wrong_file
 
 
 def build_sentencepiece(args: TokenizerArgs, content: bytes) -> Tokenizer:
     model = import_library(args, "sentencepiece").SentencePieceProcessor()
-    try:
+    with library_errors(lambda why: wrong_file(args, f": {why}")):
         model.load_from_serialized_proto(content)
         size = model.vocab_size()
         ids = {piece: i for i, piece in enumerate(model.id_to_piece(list(range(size))))}
-    except (RuntimeError, ValueError):  # pieces that are not UTF-8 among them
-        raise wrong_file(args) from None
     special = {"bos": model.bos_id(), "eos": model.eos_id()}  # -1: it has none
     names = {key: [model.id_to_piece(i)] if i >= 0 else [] for key, i in special.items()}
     bos_id, eos_id = special_ids(args, names, ids)

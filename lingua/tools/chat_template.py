@@ -250,10 +250,11 @@ class _Environment(ImmutableSandboxedEnvironment):
     def limit(self, tree: nodes.Template) -> nodes.Template:
         """The program with a look at the clock in everything that has a body."""
 
-        def look(node: nodes.Node) -> nodes.Call:
+        def look(node: nodes.Node) -> Any:
             check = nodes.EnvironmentAttribute("check_time")
             return nodes.Call(check, [], [], None, None).set_lineno(node.lineno)
 
+        node: Any
         for node in list(tree.find_all(nodes.Stmt)):
             if "body" in node.fields:
                 node.body.insert(0, nodes.ExprStmt(look(node)).set_lineno(node.lineno))

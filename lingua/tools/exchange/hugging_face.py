@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lingua.app import App, find_app
@@ -284,13 +284,14 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             raise UserError(f"{index}: refers to the file {name} outside its folder")
         if not file.exists():
             raise UserError(f"{index}: refers to the file {name}, which {folder} does not have")
-        wrong = f"{file}: cannot be read as safetensors"
-        with library_errors(lambda why, wrong=wrong: UserError(f"{wrong} ({why})")):
+        try:
             file_size(file)
             safe_open(file, framework="pt", device="cpu")  # checks the header and the file's size
             with file.open("rb") as f:
                 begin = 8 + int.from_bytes(f.read(8), "little")
                 header = json.loads(f.read(begin - 8))
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UserError(f"{file}: cannot be read as safetensors ({error})") from None
         header.pop("__metadata__", None)
         for tensor, t in header.items():
             at = begin + t["data_offsets"][0]
