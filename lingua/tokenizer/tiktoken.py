@@ -37,7 +37,7 @@ def build_tiktoken(args: TokenizerArgs, content: bytes) -> Tokenizer:
     n_ranks = len(ranks)
     # a file of the same name with the suffix .pattern replaces Llama 3's expression
     file = args.file.with_suffix(".pattern")
-    try:
+    with library_errors(lambda why: args.wrong_value(f"{file} has a wrong pattern: {why}")):
         pattern = read_bytes(file).decode().rstrip("\r\n") if file.is_file() else SPLIT
         encoding = import_library(args, "tiktoken").Encoding(
             "lingua",
@@ -47,8 +47,6 @@ def build_tiktoken(args: TokenizerArgs, content: bytes) -> Tokenizer:
             # never allowed in a text.
             special_tokens={"<|begin_of_text|>": n_ranks},
         )
-    except (OSError, ValueError) as e:
-        raise args.wrong_value(f"{file} has a wrong pattern: {e}") from None
 
     def encode(text: str) -> np.ndarray:
         long_spaces = _LONG_SPACES.finditer(text) if len(text) >= MAX_SPACES else ()
