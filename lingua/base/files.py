@@ -12,7 +12,6 @@ from typing import Any
 
 from lingua.base.errors import UserError
 
-MAX_LEVELS = 100  # of lists and objects in a file of JSON
 WRITEBACK_BYTES = 32 << 20  # bytes written before their write-back to the disk is started
 
 
@@ -129,7 +128,7 @@ def load_json(path: Path, text: bytes | None = None) -> dict[str, Any]:
         content = json.loads(text, parse_constant=lambda name: None)
         json.dumps(content, ensure_ascii=False).encode()  # a lone surrogate is no character
         level: list[Any] = [content]
-        for _ in range(MAX_LEVELS):
+        for _ in range(100):
             values = (v.values() if isinstance(v, dict) else v for v in level)
             level = [v for inner in values for v in inner if isinstance(v, dict | list)]
         if level:

@@ -5,7 +5,6 @@ may hold a small part of it, and copies it; this one reads a part into its place
 """
 
 import io
-import math
 import pickle
 import pickletools
 from collections.abc import Iterable, Mapping, Sequence
@@ -190,7 +189,7 @@ def _cover_once(size: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], .
     places = [sorted({c[d] for box in corners for c in box}) for d in range(len(size))]
     index = [{place: i for i, place in enumerate(side)} for side in places]
     shape = [len(side) - 1 for side in places]
-    if len(boxes) * math.prod(shape) > MAX_CELLS:  # hours, or more than memory
+    if len(boxes) * np.prod(shape, dtype=float) > MAX_CELLS:  # hours, or more than memory
         return False
     surplus = np.zeros(shape, np.int32)
     for i, box in enumerate(corners):

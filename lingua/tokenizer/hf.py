@@ -4,8 +4,14 @@ import json
 import re
 from collections.abc import Sequence
 
-from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, library_errors
-from lingua.tokenizer.library import import_library, load_config, special_ids, wrong_file
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
+from lingua.tokenizer.library import (
+    import_library,
+    library_errors,
+    load_config,
+    special_ids,
+    wrong_file,
+)
 
 # The usual names of the first and last token, for a tokenizer without tokenizer_config.json.
 BOS_NAMES: Sequence[str] = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
@@ -37,7 +43,10 @@ def build_hugging_face(args: TokenizerArgs, content: bytes) -> Tokenizer:
         encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [e.ids for e in encoded]
 
-    decode = tokenizer.decode  # without special tokens
+    def decode(ids: list[int]) -> str:
+        with library_errors(lambda why: wrong_file(args, f": it fails at tokens: {why}")):
+            return tokenizer.decode(ids)  # without special tokens
+
     return Tokenizer("hf", size, bos_id, eos_id, content, tokenizer, encode, decode, names)
 
 

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -97,24 +96,24 @@ class Tokenizer:
         the library fails."""
         import numpy as np
 
-        def refuse(why: str) -> UserError:
+        try:
+            return [np.asarray(ids, self.dtype) for ids in self.encode_texts(texts)]
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
             for text in texts:
                 text.encode("utf-8")  # each library fails in its own way at a lone surrogate
-            return UserError(f"data.tokenizer.name = {self.name}: fails at a text: {why}")
-
-        with library_errors(refuse):
-            return [np.asarray(ids, self.dtype) for ids in self.encode_texts(texts)]
+            need = f"its library fails at a text: {error}"
+            raise UserError(f"data.tokenizer.name = {self.name}: {need}") from error
 
     def decode(self, ids: "Sequence[int] | np.ndarray") -> str:
         """The text. Special tokens are left out, and bytes that are not UTF-8 become U+FFFD. An id
-        outside the vocabulary is an IndexError. Raises UserError where the library fails."""
+        outside the vocabulary is an IndexError."""
         ids = [int(i) for i in ids]
         for i in ids:
             if not 0 <= i < self.vocab_size:
                 raise IndexError(f"token {i} is outside the vocabulary of {self.vocab_size}")
-        wrong = f"data.tokenizer.name = {self.name}: fails at tokens"
-        with library_errors(lambda why: UserError(f"{wrong}: {why}")):
-            return self.decode_ids(ids)
+        return self.decode_ids(ids)
 
     @property
     def ends(self) -> list[int]:
@@ -137,15 +136,6 @@ class Tokenizer:
         )
 
 
-@contextmanager
-def library_errors(refuse: Callable[[str], Exception]) -> Iterator[None]:
-    """Around what a library, or a template, makes of a file or a text: it may raise any type, and
-    no Exception where Rust panics. Raises what `refuse` makes of its message, on one line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except BaseException as error:
-        if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
-            raise
-        raise refuse(" ".join(str(error).split()) or type(error).__name__) from None
+def is_library_error(error: BaseException) -> bool:
+    """Whether a library may have raised it: any type, and no Exception where Rust panics."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

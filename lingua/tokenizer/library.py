@@ -2,12 +2,13 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from lingua.base.errors import UserError, import_optional, nearest
 from lingua.base.files import load_json
-from lingua.tokenizer.interface import FILE_KINDS, TokenizerArgs, library_errors
+from lingua.tokenizer.interface import FILE_KINDS, TokenizerArgs, is_library_error
 
 Kind = Literal["hf", "tiktoken", "sp"]
 # How their files begin: JSON; a line `base64 rank`; a protobuf's first field, of which so is one.
@@ -32,6 +33,20 @@ def kind_of_file(path: str, key: str) -> Kind:
 
 def import_library(args: TokenizerArgs, module: str) -> Any:
     return import_optional(module, f'data.tokenizer.name = "{args.name}":')
+
+
+@contextmanager
+def library_errors(refuse: Callable[[str], Exception]) -> Iterator[None]:
+    """Around what a library, or a template, makes of a file or a text: it may raise any type, and
+    no Exception where Rust panics. Raises what `refuse` makes of its message, on one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if not is_library_error(error):
+            raise
+        raise refuse(" ".join(str(error).split()) or type(error).__name__) from None
 
 
 def wrong_file(args: TokenizerArgs, reason: str = "") -> UserError:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, library_errors
-from lingua.tokenizer.library import import_library, special_ids, wrong_file
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
+from lingua.tokenizer.library import import_library, library_errors, special_ids, wrong_file
 
 
 def build_sentencepiece(args: TokenizerArgs, content: bytes) -> Tokenizer:

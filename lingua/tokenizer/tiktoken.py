@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 
 from lingua.base.files import read_bytes
-from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, library_errors
-from lingua.tokenizer.library import import_library, wrong_file
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
+from lingua.tokenizer.library import import_library, library_errors, wrong_file
 
 # How Llama 3 splits text before merging: contractions, words with the character before them, up to
 # three digits, punctuation, line ends; then spaces.

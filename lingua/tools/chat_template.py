@@ -28,7 +28,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lingua.base.errors import UserError
 from lingua.config.values import NO_TEXT, is_text
 from lingua.data.chat import find_template, special_names
-from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, library_errors
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
+from lingua.tokenizer.library import library_errors
 
 if TYPE_CHECKING:  # it imports torch
     from lingua.model.sampling import SamplingArgs

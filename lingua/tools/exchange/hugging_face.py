@@ -27,8 +27,8 @@ from lingua.checkpoint.tensors import Part
 from lingua.config.values import plain, show
 from lingua.data.rows import TOKENIZER
 from lingua.tokenizer.build import build_tokenizer
-from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, library_errors
-from lingua.tokenizer.library import kind_of_file, load_config, wrong_file
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
+from lingua.tokenizer.library import kind_of_file, library_errors, load_config, wrong_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 GENERATION, TOKENIZERS = "generation_config.json", ("tokenizer.json", "tokenizer.model")
