@@ -127,7 +127,7 @@ def load_json(path: Path, text: bytes | None = None) -> dict[str, Any]:
         text = read_bytes(path) if text is None else text
         content = json.loads(text, parse_constant=lambda name: None)
         json.dumps(content, ensure_ascii=False).encode()  # a lone surrogate is no character
-        level: list[Any] = [content]
+        level: list[Any] = [[content]]
         for _ in range(100):
             values = (v.values() if isinstance(v, dict) else v for v in level)
             level = [v for inner in values for v in inner if isinstance(v, dict | list)]

@@ -157,7 +157,7 @@ def test_what_a_small_file_would_take_in_memory_is_refused(folder):
 
 FORGED: dict[str, list[bytes]] = {
     "train_state.json": [
-        *(b"{", b"[]", b"[" * 100_000, b"\xff", b'{"x": "\\ud800"}', b'{"topology": "x"}'),
+        *(b"{", b"[]", b"5", b"[" * 100_000, b"\xff", b'{"x": "\\ud800"}', b'{"topology": "x"}'),
         b'{"x": ' * 900 + b"1" + b"}" * 900,
         *(b'{"data": []}', b'{"held_out": "low"}', b'{"param_groups": [{}]}'),
         *(b'{"progress": %s}' % progress for progress in (b"3", b'{"steps": 1}')),
