@@ -5,11 +5,13 @@ may hold a small part of it, and copies it; this one reads a part into its place
 """
 
 import io
+import os
 import pickle
 import pickletools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
+from zipfile import ZipFile
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 from lingua.base.dump_dir import METADATA
 from lingua.base.files import file_size, read_bytes, read_into
 from lingua.checkpoint.tensors import Part
-from lingua.parallel.torch_private import begin_in_file, create_file_view, open_archive
+from lingua.parallel.torch_private import begin_in_file
 
 READ_BYTES = 1 << 19  # bytes read before they are converted: the size of a processor's cache
 MAX_CELLS = 1 << 28  # chunks of a tensor times the cells into which their sides divide it
@@ -209,15 +211,40 @@ def _box(sides: Sequence[tuple[int, int]], begin: Sequence[int]) -> tuple[slice,
     return tuple(slice(a - at, e - at) for (a, e), at in zip(sides, begin, strict=True))
 
 
+class _View(io.RawIOBase):
+    """A part of a file as a file: one of DCP's has many tensors, each as torch.save wrote it."""
+
+    def __init__(self, file: io.FileIO, begin: int, size: int) -> None:
+        self._file, self._begin, self._size, self._at = file, begin, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._at = max(0, offset + (0, self._at, self._size)[whence])
+        return self._at
+
+    def readinto(self, out: Any, /) -> int:
+        part = memoryview(out)[: max(0, self._size - self._at)]
+        n = os.preadv(self._file.fileno(), [part], self._begin + self._at)
+        self._at += n
+        return n
+
+
 def _read_chunk(f: io.FileIO, stored: _Chunk, part: Part) -> None:
     """Fill a part of a chunk, which torch.save wrote into `f`; a few rows at a time, where it has
     another dtype or is on another device."""
-    view = cast(IO[bytes], create_file_view(f, stored.offset, stored.length))
-    archive = open_archive(view)
-    if sum(map(archive.get_record_size, archive.get_all_records())) > stored.length:
-        raise ValueError("is compressed; must be as torch.save writes it")
+    view = _View(f, stored.offset, stored.length)
+    with ZipFile(view) as archive:
+        if sum(record.file_size for record in archive.infolist()) > stored.length:
+            raise ValueError("is compressed; must be as torch.save writes it")
     view.seek(0)
-    chunk = torch.load(view, map_location="meta", weights_only=True)  # reads no elements
+    chunk = torch.load(
+        cast(IO[bytes], view), map_location="meta", weights_only=True
+    )  # reads no elements
     if not isinstance(chunk, Tensor):
         raise ValueError(f"has {type(chunk).__name__} in place of {part.name}")
     begin = begin_in_file(chunk.untyped_storage())

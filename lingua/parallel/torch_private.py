@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, _ops, _subclasses, nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
-from torch.distributed.checkpoint import utils as dcp
 from torch.distributed.tensor import DTensor, _utils
 from torch.utils import _python_dispatch, _pytree
 
@@ -81,9 +80,6 @@ checkpoint_wrapper = wrapping.checkpoint_wrapper
 tree_map_only = _pytree.tree_map_only
 # The part of a DTensor that this rank holds, of uneven and strided shards too.
 compute_local_shape_and_global_offset = _utils.compute_local_shape_and_global_offset
-# A part of a file as a file: one of DCP's has many tensors, each as torch.save wrote it.
-create_file_view = dcp._create_file_view
-open_archive = torch._C.PyTorchFileReader  # of a file of torch.save
 # Allocations and frees on CUDA, recorded and written for pytorch.org/memory_viz.
 record_memory_history = torch.cuda.memory._record_memory_history
 dump_memory_snapshot = torch.cuda.memory._dump_snapshot
