@@ -8,7 +8,8 @@ It shows damage and mistakes. It is no signature: who changes the files can writ
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from lingua.base.files import load_json, write_atomically
 from lingua.checkpoint.folder import Checkpoint, find
 from lingua.monitor.metrics import LINKED_EVENTS, NOT_CHAINED
 from lingua.run.args import kind_of
-from lingua.run.files import grouped, read_config, read_lines
+from lingua.run.files import grouped, parse_lines, read_config, read_lines
 
 FORMAT = 2  # 1: the tensors of kept checkpoints are in `run`, and events have no chain
 
@@ -44,7 +45,7 @@ def is_written(folder: Path, step: int, steps: int) -> bool:
 def receipt_of(folder: Path) -> dict[str, Any]:
     """The receipt that the files of a run give now, as values of JSON."""
     config, _ = read_config(folder)
-    lines = {file: read_lines(folder / file) for file in (METRICS, VALIDATION)}
+    events, held_out = list(_lines(folder / METRICS, b'"event"')), read_lines(folder / VALIDATION)
     states = {c.step: saved_state(c.path) for c in checkpoints_of(folder, config)}
     newest = states[max(states)] if states else {}
     tensors = {str(step): state.get("tensors", "") for step, state in states.items()}
@@ -52,32 +53,39 @@ def receipt_of(folder: Path) -> dict[str, Any]:
     run = {
         "config": reproduced_config(config),
         "data": newest.get("data", {}),
-        "chains": {file: chain_of(lines[file]) for file in lines},
+        "chains": {METRICS: chain_of(_lines(folder / METRICS)), VALIDATION: chain_of(held_out)},
         "tensors": {step: text for step, text in tensors.items() if step == last},
         "held_out": {
             source: {k: v for k, v in measured[-1].items() if k not in NOT_CHAINED}
-            for source, measured in sorted(grouped(lines[VALIDATION], "source").items())
+            for source, measured in sorted(grouped(held_out, "source").items())
         },
     }
-    starts = [line for line in lines[METRICS] if line.get("event") == "start"]
+    starts = [line for line in events if line.get("event") == "start"]
     receipt = {
         "format": FORMAT,
         "run": run,
         "run_hash": hash_of(run),
         "checkpoints": {step: text for step, text in tensors.items() if step != last},
-        "events": chain_of(lines[METRICS], LINKED_EVENTS),
+        "events": chain_of(events, LINKED_EVENTS),
         "starts": [{k: v for k, v in start.items() if k != "config"} for start in starts],
     }
     return json.loads(orjson.dumps(receipt | {"hash": hash_of(receipt)}))
 
 
+def _lines(path: Path, marked: bytes = b"") -> Iterator[dict[str, Any]]:
+    """The lines that contain `marked`, one in memory at a time: there may be millions."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        yield from parse_lines((text for text in file if marked in text), str(path), [])
+
+
 def chain_of(
-    lines: list[dict[str, Any]], events: Collection[str | None] = (None,)
+    lines: Iterable[dict[str, Any]], events: Collection[str | None] = (None,)
 ) -> dict[str, Any]:
     """The number of lines that have a link, and the last link: of lines about steps, or of those
     about `events`."""
-    links = [line["chain"] for line in lines if line.get("chain") and line.get("event") in events]
-    return {"lines": len(links), "chain": links[-1] if links else ""}
+    links = (line["chain"] for line in lines if line.get("chain") and line.get("event") in events)
+    n, last = max(enumerate(links, 1), default=(0, ""), key=lambda pair: pair[0])
+    return {"lines": n, "chain": last}
 
 
 def reproduced_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lingua.app import choose_app
-from lingua.base.dump_dir import CHECKPOINTS, METRICS, VALIDATION, step_folder
+from lingua.base.dump_dir import CHECKPOINTS, VALIDATION, step_folder
 from lingua.base.errors import UserError
 from lingua.checkpoint.folder import read_checkpoint
 from lingua.checkpoint.run_config import load_run
@@ -28,7 +28,7 @@ from lingua.parallel.launch import leave
 from lingua.run.args import RunArgs
 from lingua.run.program import load_loop
 from lingua.run.receipt import saved_state
-from lingua.run.records import Record
+from lingua.tools.audit.files import RunFiles
 from lingua.tools.audit.segments import Part, Segment
 
 PATIENCE_S = 30.0  # for ranks that are not done with the store of rank 0
@@ -65,7 +65,7 @@ class Task:
     """A segment to compute again."""
 
     segment: Segment
-    record: Record
+    record: RunFiles
     words: Sequence[str]  # keys of the training program that go over the run's own
     folder: Path  # a new one, in a temporary folder of the audit
     heldout: bool  # whether held-out losses are measured again
@@ -126,8 +126,7 @@ def command_line(task: Task, part: Part, config: Path) -> list[str]:
 def recorded_lines(task: Task) -> dict[int, dict[str, Any]]:
     """The lines of metrics.jsonl about the steps of a segment, by step."""
     first, last = task.segment.first, task.segment.last
-    lines = [line for line in task.record.lines(METRICS) if "event" not in line]
-    return {line["step"]: line for line in lines if first <= line["step"] <= last}
+    return {line["step"]: line for line in task.record.step_lines(first, last)}
 
 
 def linked_cache(args: RunArgs, folder: Path) -> Path:
@@ -153,13 +152,12 @@ def linked_cache(args: RunArgs, folder: Path) -> Path:
 
 def read_computed(task: Task) -> Computed:
     """What the folder of `compute` has."""
-    again = Record(task.folder)
+    again = RunFiles(task.folder)
     held_out = {(line["step"], line["source"]): line for line in again.lines(VALIDATION)}
-    starts = [event for event in again.events if event["event"] == "start"]
     end = task.folder / CHECKPOINTS / step_folder(task.segment.last)
     open_saved(end)
-    lines = {line["step"]: line for line in again.lines(METRICS) if "event" not in line}
-    return Computed(starts, lines, held_out, end, saved_state(end))
+    lines = {line["step"]: line for line in again.step_lines()}
+    return Computed(again.starts, lines, held_out, end, saved_state(end))
 
 
 def mesh_keys(part: Part) -> dict[str, Any]:
@@ -167,7 +165,7 @@ def mesh_keys(part: Part) -> dict[str, Any]:
     of them share the parameters."""
     names = [f"distributed.{name}" for name in ("dp_replicate", "dp_shard", "tp_size")]
     if prod(part.topology) == detect_launch().world_size:
-        return dict(zip(names, part.topology, strict=True))
+        return dict(zip(names, part.topology, strict=False))
     return dict(zip(names, (1, "null", 1), strict=True)) | {"grad_acc_steps": "null"}
 
 

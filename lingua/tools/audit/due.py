@@ -1,43 +1,34 @@
 """Which lines a run must have: those that its config makes due, each once, and no other. Decided
 from the record alone, without the code that wrote it."""
 
+import heapq
+from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from lingua.base.dump_dir import CONFIG, METRICS, VALIDATION
-from lingua.config.values import parse_mapping, plain
+from lingua.config.values import shorten
 from lingua.monitor.metrics import LINKED_EVENTS
-from lingua.run.files import flat
-from lingua.run.receipt import checkpoints_of
-from lingua.run.records import Record
+from lingua.tools.audit.files import Config, RunFiles, config_of, read_text
 
-Config = dict[str, Any]  # flat; empty where it is not known
 EARLIER = "recorded by an earlier version: "
 
 
-def config_of(start: dict[str, Any]) -> Config:
-    """The configuration of a start, as its event has it. Raises UserError where it is none."""
-    text = start.get("config")
-    return flat(plain(parse_mapping(text, "a start's config"))) if isinstance(text, str) else {}
-
-
-def starts_with_configs(record: Record) -> list[tuple[int, Config]]:
+def starts_with_configs(record: RunFiles) -> list[tuple[int, Config]]:
     """(the step, the config) of each start. Earlier versions have not recorded a start's config: it
     is known where there is one start alone. Raises UserError."""
-    starts = [event for event in record.events if event["event"] == "start"]
+    starts = record.starts
     if len(starts) == 1 and "config" not in starts[0]:
         return [(starts[0]["step"], record.config)]
-    return [(start["step"], config_of(start)) for start in starts]
+    return [(start["step"], record.start_config(start)) for start in starts]
 
 
-def earlier_version(record: Record) -> list[str]:
+def earlier_version(record: RunFiles) -> list[str]:
     """What of a run's record is not part of a chain, since an earlier version has written it."""
     own = [event for event in record.events if event["event"] in LINKED_EVENTS]
-    steps = [line for line in record.lines(METRICS) if "event" not in line]
     notes = []
-    if steps and not all(line.get("chain") for line in steps):
+    if record.summary[2]:
         notes.append(f"{EARLIER}lines are not part of a chain")
     if not any(event["event"] == "start" for event in own):
         notes.append(f"{EARLIER}no start is recorded")
@@ -49,12 +40,10 @@ def earlier_version(record: Record) -> list[str]:
 # ---- metrics.jsonl
 
 
-def wrong_lines(record: Record) -> Iterator[str]:
+def wrong_lines(record: RunFiles) -> Iterator[str]:
     """The first line of metrics.jsonl, or the first missing one, that is not as the config of the
     start before it makes it due. Raises UserError."""
-    newest = max(
-        (c.step for c in checkpoints_of(record.folder, record.config)), default=0
-    )  # before the lines grow
+    newest = max((c.step for c in record.checkpoints), default=0)  # before the lines grow
     configs = iter(starts_with_configs(record))
     path, config, last = record.folder / METRICS, Config(), 0
     has_started, has_stopped = False, False
@@ -121,11 +110,12 @@ def multiples(config: Config, key: str, begin: int, end: int) -> range:
 # ---- metrics.validation.jsonl
 
 
-def wrong_held_out(record: Record) -> Iterator[str]:
+def wrong_held_out(record: RunFiles) -> Iterator[str]:
     """The first line of metrics.validation.jsonl, or the first missing one, that is not as the
     config makes it due. Raises UserError."""
-    path, lines = record.folder / VALIDATION, record.lines(VALIDATION)
-    keys = [(line["step"], line.get("source")) for line in lines]
+    path = record.folder / VALIDATION
+    keys = [(line["step"], line["source"]) for line in record.lines(VALIDATION)]
+    steps = [step for step, _ in keys]
     for (before, _), (step, source) in pairwise(keys):
         if step < before:
             yield f"{path}: the line of step {step}, {source} is in the wrong place"
@@ -137,20 +127,22 @@ def wrong_held_out(record: Record) -> Iterator[str]:
     starts = starts_with_configs(record) if keys else []
     failed = {e["step"] for e in record.events if e.get("reason") == "error"}
     own = [e["step"] for e in record.events if e["event"] in LINKED_EVENTS]
-    made = max([0, *(c.step for c in checkpoints_of(record.folder, record.config)), *own])
-    newest = max([made, *(step for step, _ in keys)])
+    made = max([0, *(c.step for c in record.checkpoints), *own])
+    newest = max([made, *steps])
     ends = [*(step for step, _ in starts[1:]), newest]
     sources: dict[str, set[str]] = {}  # that lines name, of starts with the same text
     for (begin, config), end in zip(starts, ends, strict=False):
-        named = {str(source) for step, source in keys if begin < step <= end}
-        sources.setdefault(text_of(config), set()).update(named)
+        named = keys[bisect_right(steps, begin) : bisect_right(steps, end)]
+        sources.setdefault(text_of(config), set()).update(source for _, source in named)
     for (begin, config), end in zip(starts, ends, strict=False):
-        for step in sorted(set(held_out_steps(config, begin, min(end, made))) - failed):
-            for source in sorted(sources[text_of(config)]):
+        due = sorted(sources[text_of(config)])
+        for step in held_out_steps(config, begin, min(end, made)) if due else ():
+            for source in due if step not in failed else ():
                 if (step, source) not in seen:
                     yield f"{path}: the line of step {step}, {source} is missing"
-        for step, source in keys if config else ():
-            if begin < step <= end and not may_measure(config, step):
+        named = keys[bisect_right(steps, begin) : bisect_right(steps, end)]
+        for step, source in named if config else ():
+            if not may_measure(config, step):
                 yield f"{path}: the line of step {step}, {source} is not due"
 
 
@@ -160,15 +152,14 @@ def text_of(config: Config) -> str:
 
 
 def held_out_steps(config: Config, begin: int, end: int) -> Iterator[int]:
-    """The steps after `begin` up to `end` that a config has the held-out loss measured at. Saves
-    by the clock are not among them."""
+    """The steps after `begin` up to `end` that a config has the held-out loss measured at, in
+    order; one may be repeated. Saves by the clock are not among them."""
     keys, last = ["validation.every"], {number(config, "steps")}
     if config.get("checkpoint.keep_best"):
         keys += ["checkpoint.dump.every", "checkpoint.eval.every", "eval.every"]
         last.add(last_step(config))
-    for key in keys:
-        yield from multiples(config, key, begin, end)
-    yield from (step for step in last if begin < step <= end)
+    periods = [multiples(config, key, begin, end) for key in keys]  # of any number of steps
+    return heapq.merge(*periods, sorted(step for step in last if begin < step <= end))
 
 
 def may_measure(config: Config, step: int) -> bool:
@@ -182,22 +173,16 @@ def may_measure(config: Config, step: int) -> bool:
 # ---- config.yaml
 
 
-def wrong_configs(record: Record) -> Iterator[str]:
+def wrong_configs(record: RunFiles) -> Iterator[str]:
     """The config files that are not those of the starts that have written them."""
-    starts = [
-        e for e in record.events if e["event"] == "start" and isinstance(e.get("config"), str)
-    ]
+    starts = [start for start in record.starts if start.get("config") is not None]
     places: list[tuple[Path, int | None]] = [(record.folder / CONFIG, None)]
-    places += [(c.path / CONFIG, c.step) for c in checkpoints_of(record.folder, record.config)]
+    places += [(c.path / CONFIG, c.step) for c in record.checkpoints]
     for path, step in places:
         before = [s for s in starts if step is None or s["step"] < step]
-        try:
-            text = path.read_text()
-        except (OSError, ValueError) as error:
-            yield f"{path}: cannot be read: {error}"
-            continue
-        if before and text != before[-1]["config"]:
-            was, now = config_of(before[-1]), flat(plain(parse_mapping(text, str(path))))
-            keys = [key for key in was | now if was.get(key) != now.get(key)] or ["its text"]
-            shown = f"{keys[0]}: {now.get(keys[0])}, in the event of its start {was.get(keys[0])}"
-            yield f"{path}: {shown}"
+        text = read_text(path)
+        if before and text.decode() != before[-1]["config"]:
+            was, now = record.start_config(before[-1]), config_of(text, str(path))
+            key = next((key for key in was | now if was.get(key) != now.get(key)), "its text")
+            a, b = (shorten(str(config.get(key))) for config in (now, was))
+            yield f"{path}: {key}: {a}, in the event of its start {b}"

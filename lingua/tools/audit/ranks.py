@@ -4,6 +4,8 @@ ranks that compute other bits than the majority."""
 import json
 import os
 import socket
+import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,8 +16,10 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from lingua.base.errors import UserError
+from lingua.config.values import shorten
 from lingua.monitor.metrics import NOT_CHAINED
 from lingua.parallel.environment import Launch, detect_launch
+from lingua.parallel.mesh import share
 from lingua.tools.audit.again import Computed
 
 PATIENCE = timedelta(days=7)  # for ranks that compute
@@ -40,18 +44,16 @@ class Ranks:
             self.store.set_timeout(PATIENCE)
 
     def share(self, name: str, work: Callable[[], Any]) -> Any:
-        """What `work` returns on rank 0, a value of JSON, on every rank. A UserError that it raises
-        is raised on every rank."""
-        if self.rank == 0:
+        """What `work` returns on rank 0, a value of JSON, on every rank. Raises UserError on every
+        rank, also for an error that nobody has foreseen."""
+
+        def foreseen() -> Any:
             try:
-                self.store.set(name, json.dumps({"result": work()}))
-            except UserError as error:
-                self.store.set(name, json.dumps({"error": str(error)}))
-        shared = json.loads(self.store.get(name))
-        if "error" in shared:
-            self.gather(f"{name}/known", None)  # before rank 0 ends, whose process has the store
-            raise UserError(shared["error"])
-        return shared["result"]
+                return work()
+            except Exception as error:
+                raise UserError(reason_of(error)) from error
+
+        return share(foreseen, self.store, name, self.rank, self.n)
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """The values of all ranks on rank 0, on others their own alone."""
@@ -59,6 +61,14 @@ class Ranks:
         if self.rank:
             return [value]
         return [json.loads(self.store.get(f"{name}/{rank}")) for rank in range(self.n)]
+
+    def have_met(self, name: str, value: Any, patience_s: float) -> bool:
+        """Whether all ranks have a value for `gather`, of which this one's is `value`, in time."""
+        self.store.set(f"{name}/{self.rank}", json.dumps(value))
+        names, end = [f"{name}/{rank}" for rank in range(self.n)], time.monotonic() + patience_s
+        while not self.store.check(names) and time.monotonic() < end:
+            time.sleep(0.1)
+        return self.store.check(names)
 
     def meet_anew(self, name: str) -> None:
         """Have the next process group meet at a port of its own."""
@@ -77,6 +87,16 @@ class Ranks:
             count = torch.cuda.device_count()
             names = visible if len(visible) == count else [str(i) for i in range(count)]
             os.environ["CUDA_VISIBLE_DEVICES"] = names[self.launch.local_rank % count]
+
+
+def reason_of(error: Exception) -> str:
+    """Why nothing can be compared. An error that no check has foreseen is named with its place: the
+    files may be of no run, or the fault is ours."""
+    if isinstance(error, UserError):
+        return str(error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    what = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{shorten(what)} ({place.filename}:{place.lineno}, which no check has foreseen)"
 
 
 # ---- ranks that compute the same

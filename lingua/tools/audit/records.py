@@ -5,29 +5,27 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
 import torch
 
 from lingua.base.dump_dir import CONFIG, METRICS, RECEIPT, STEP_FOLDER, VALIDATION
 from lingua.base.errors import UserError
-from lingua.base.files import load_json, read_bytes
 from lingua.base.format import counted
 from lingua.checkpoint.digest import digest_text, hash_part
 from lingua.checkpoint.folder import Checkpoint, find
 from lingua.checkpoint.saved import damage, flat_config
-from lingua.checkpoint.source import TensorSource, open_checkpoint
+from lingua.checkpoint.source import TensorSource, on_every_rank, open_checkpoint
 from lingua.checkpoint.tensors import local_parts
+from lingua.config.values import shorten
 from lingua.monitor.metrics import Chain
 from lingua.run.receipt import (
     checkpoint_folder,
-    checkpoints_of,
     hash_of,
     receipt_of,
     reproduced_config,
     saved_state,
 )
-from lingua.run.records import Record
 from lingua.tools.audit.due import wrong_configs, wrong_held_out, wrong_lines
+from lingua.tools.audit.files import RunFiles, numbered_lines
 
 
 class Finding(NamedTuple):
@@ -37,24 +35,20 @@ class Finding(NamedTuple):
     fits: bool | None = True  # None: there is nothing to compare
 
 
-def check_lines(record: Record) -> list[Finding]:
+def check_lines(record: RunFiles) -> list[Finding]:
     """The receipt, and the lines one by one; reads no checkpoint's tensors."""
-    receipt, findings = read_receipt(record)
-    findings += [check_chain(record.folder / file, file, receipt) for file in (METRICS, VALIDATION)]
+    receipt, finding = check_receipt(record)
+    findings = [finding, *(check_chain(record, file, receipt) for file in (METRICS, VALIDATION))]
     for check in (wrong_lines, wrong_held_out, wrong_configs):
-        try:
-            findings += [Finding(text, False) for text in islice(check(record), 1)]
-        except UserError as error:
-            findings.append(Finding(str(error), False))
+        findings += [Finding(text, False) for text in islice(check(record), 1)]
     if receipt:
         findings += _differences(receipt, receipt_of(record.folder))
     return findings
 
 
-def check_checkpoints(record: Record, chosen: Collection[str] | None = None) -> list[Finding]:
+def check_checkpoints(record: RunFiles, chosen: Collection[str] | None = None) -> Iterator[Finding]:
     """Every file of the checkpoints, or of those with the `chosen` paths. In a process group of
     one."""
-    receipt, _ = read_receipt(record)
     skipped: list[Finding] = []
 
     def report(line: str) -> None:
@@ -62,30 +56,27 @@ def check_checkpoints(record: Record, chosen: Collection[str] | None = None) -> 
             skipped.append(Finding(line.removesuffix(": skipped"), False))
 
     find(checkpoint_folder(record.folder, record.config), report)
-    checkpoints = checkpoints_of(record.folder, record.config)
-    if chosen is not None:
-        checkpoints = [c for c in checkpoints if str(c.path) in chosen]
-    return skipped + [check_checkpoint(c, record, receipt) for c in checkpoints]
+    yield from skipped
+    receipt, _ = check_receipt(record)
+    for checkpoint in record.checkpoints:
+        if chosen is None or str(checkpoint.path) in chosen:
+            yield check_checkpoint(checkpoint, record, receipt)
 
 
-def read_receipt(record: Record) -> tuple[dict[str, Any], list[Finding]]:
+def check_receipt(record: RunFiles) -> tuple[dict[str, Any], Finding]:
     """(the receipt of a run, empty where it has none to use, what is to say about it)."""
-    path = record.folder / RECEIPT
-    if not path.exists():
-        return {}, [Finding(f"{path}: does not exist; a run writes it when it is finished", None)]
-    try:
-        receipt = load_json(path)
-        unhashed = {k: v for k, v in receipt.items() if k != "hash"}
-        if receipt["hash"] != hash_of(unhashed) or receipt["run_hash"] != hash_of(receipt["run"]):
-            return {}, [Finding(f"{path}: does not fit its own hash", False)]
-    except (OSError, ValueError, KeyError) as error:
-        return {}, [Finding(f"{path}: cannot be read: {error}", False)]
-    return receipt, [Finding(f"{path}: fits its own hash")]
+    path, receipt = record.folder / RECEIPT, record.receipt
+    if not receipt:
+        return {}, Finding(f"{path}: does not exist; a run writes it when it is finished", None)
+    hashes = hash_of({k: v for k, v in receipt.items() if k != "hash"}), hash_of(receipt["run"])
+    if hashes != (receipt.get("hash"), receipt.get("run_hash")):
+        return {}, Finding(f"{path}: does not fit its own hash", False)
+    return receipt, Finding(f"{path}: fits its own hash")
 
 
-def check_expected(record: Record, run_hash: str) -> Finding:
+def check_expected(record: RunFiles, run_hash: str) -> Finding:
     """Whether the receipt of a run is that of an earlier copy, whose `run_hash` this is."""
-    receipt, _ = read_receipt(record)
+    receipt, _ = check_receipt(record)
     if not receipt:
         return Finding(f"expect = {run_hash}: there is no receipt to compare with", None)
     if receipt["run_hash"] != run_hash:
@@ -96,32 +87,14 @@ def check_expected(record: Record, run_hash: str) -> Finding:
     return Finding(f"{record.folder / RECEIPT}: is of the history that is expected")
 
 
-def check_chain(path: Path, file: str, receipt: dict[str, Any]) -> Finding:
+def check_chain(record: RunFiles, file: str, receipt: dict[str, Any]) -> Finding:
     """The first line of a file that does not fit the lines before it, if there is one."""
-    try:
-        texts = read_bytes(path).split(b"\n") if path.exists() else []
-    except OSError as error:
-        return Finding(f"{path}: cannot be read: {error}", False)
-    last, counts = Chain(), [0, 0]
-    nothing: dict[str, Any] = {"lines": 0, "chain": ""}
-    expected = [receipt["run"]["chains"][file] if receipt else nothing, nothing]
-    if file == METRICS:
-        expected[1] = receipt.get("events", nothing)
-    for number, text in enumerate(texts, 1):
-        if not text.strip():
-            continue
-        try:
-            line = orjson.loads(text)
-            chain, step, of_events = line.get("chain"), line.get("step"), "event" in line
-            next_link = last.link(line)
-        except (ValueError, AttributeError, TypeError):
-            if number == len(texts):  # cut off by a kill: the next start removes it
-                break
-            return Finding(f"{path}:{number}: is no line of a run", False)
-        if type(step) is not int or step < 0:
-            return Finding(f"{path}:{number}: is no line of a run: it has no valid step", False)
-        if of_events and not (isinstance(line["event"], str) and line["event"]):
-            return Finding(f"{path}:{number}: is no line of a run: its event has no name", False)
+    path, last, counts = record.folder / file, Chain(), [0, 0]
+    nothing: dict[str, Any] = {"lines": 0}
+    known = receipt["run"]["chains"].get(file) if receipt else None
+    expected = known or nothing, (receipt.get("events") if file == METRICS else None) or nothing
+    for number, line in numbered_lines(path):
+        next_link, chain, of_events = last.link(line), line.get("chain"), "event" in line
         if next_link is None or (chain is None and not last[of_events]):
             continue  # of an app, or of a version without a chain
         if chain != next_link:
@@ -129,7 +102,7 @@ def check_chain(path: Path, file: str, receipt: dict[str, Any]) -> Finding:
             return Finding(f"{path}:{number}: does not fit the lines before it: {why}", False)
         last, known = last.after(line), expected[of_events]
         counts[of_events] += 1
-        if counts[of_events] == known["lines"] and chain != known["chain"]:
+        if counts[of_events] == known["lines"] and chain != known.get("chain"):
             why = "these lines were written anew after the run"
             return Finding(f"{path}:{number}: its link is not that of {RECEIPT}: {why}", False)
     for n, known, what in zip(counts, expected, ("line", "event"), strict=True):
@@ -142,7 +115,7 @@ def check_chain(path: Path, file: str, receipt: dict[str, Any]) -> Finding:
     return Finding(f"{path}: {counted(counts[0], 'line')}{events}, each fits those before it")
 
 
-def check_checkpoint(checkpoint: Checkpoint, record: Record, receipt: dict[str, Any]) -> Finding:
+def check_checkpoint(checkpoint: Checkpoint, record: RunFiles, receipt: dict[str, Any]) -> Finding:
     """The files of a checkpoint, its tensors, and whether it is of this run."""
     where, state = checkpoint.path, saved_state(checkpoint.path)
     if why := damage(checkpoint):
@@ -150,7 +123,7 @@ def check_checkpoint(checkpoint: Checkpoint, record: Record, receipt: dict[str, 
     try:
         found = digest_of_files(open_checkpoint(checkpoint))
         config = reproduced_config(flat_config(where / CONFIG, record.config))
-    except (UserError, OSError, ValueError, KeyError) as error:
+    except UserError as error:
         return Finding(f"{where}: cannot be read: {error}", False)
     recorded = {
         "its train_state.json": state.get("tensors"),
@@ -160,32 +133,34 @@ def check_checkpoint(checkpoint: Checkpoint, record: Record, receipt: dict[str, 
         if expected and expected != found:
             why = f"its tensors have the hash {found}, {place} has {expected}"
             return Finding(f"{where}: damaged, or that of another run: {why}", False)
-    starts = [event for event in record.events if event["event"] == "start"]
     now = reproduced_config(record.config)
     other = [k for k in ("seed", *now) if k in config and config[k] != now.get(k)]
-    if other and not any("config" in start for start in starts):  # see wrong_configs
+    if other and not any("config" in start for start in record.starts):  # see wrong_configs
         key = other[0]
         why = f"its {CONFIG} has {key}: {config[key]}, that of the run {now.get(key)}"
-        is_other = key == "seed" and len(starts) == 1  # a later start may have changed it
+        is_other = key == "seed" and len(record.starts) == 1  # a later start may have changed it
         return Finding(f"{where}: files and tensors fit; {why}", not is_other)
     known = " and ".join(place for place, expected in recorded.items() if expected)
     return Finding(f"{where}: files fit; tensors {found}" + (f", as in {known}" if known else ""))
 
 
 def digest_of_files(source: TensorSource) -> str:
-    """The `digest` of tensors that are stored, read by this process alone. What a damaged file
-    raises is raised."""
-    total = torch.zeros((), dtype=torch.int64)
-    for name, t in source.tensors.items():  # one in memory at a time
-        for part in local_parts({name: torch.empty_like(t, device="cpu")}):
-            source.read_parts([part])
-            total += hash_part(part)
-    return digest_text(source.tensors, total)
+    """The `digest` of tensors that are stored, read by this process alone. Raises UserError."""
+
+    def add_up() -> str:
+        total = torch.zeros((), dtype=torch.int64)
+        for name, t in source.tensors.items():  # one in memory at a time
+            for part in local_parts({name: torch.empty_like(t, device="cpu")}):
+                source.read_parts([part])
+                total += hash_part(part)
+        return digest_text(source.tensors, total)
+
+    return on_every_rank(source.path, add_up, alone=True)
 
 
 def tensors_of(receipt: dict[str, Any]) -> dict[str, str]:
     """The hashes of tensors that a receipt has, by step; empty where there is no receipt."""
-    return receipt.get("checkpoints", {}) | receipt["run"]["tensors"] if receipt else {}
+    return (receipt.get("checkpoints") or {}) | receipt["run"]["tensors"] if receipt else {}
 
 
 def _differences(receipt: dict[str, Any], now: dict[str, Any]) -> Iterator[Finding]:
@@ -197,7 +172,8 @@ def _differences(receipt: dict[str, Any], now: dict[str, Any]) -> Iterator[Findi
         for key in then[group].keys() | run[group].keys():
             a, b = (part[group].get(key, "(absent)") for part in (then, run))
             if a != b and not (group == "data" and not run[group]):
-                yield Finding(f"{group}: {key}: {a} in {RECEIPT}, {b} in the run", False)
+                shown = f"{shorten(str(a))} in {RECEIPT}, {shorten(str(b))} in the run"
+                yield Finding(f"{group}: {key}: {shown}", False)
     if then["chains"] == run["chains"] and then["held_out"] != run["held_out"]:
         yield Finding(f"held-out losses are not those of {RECEIPT}", False)
     hashes, n = tensors_of(now), len(receipt["starts"])

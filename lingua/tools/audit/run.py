@@ -1,6 +1,7 @@
 """An audit from its plan to its verdict."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -20,13 +21,12 @@ from lingua.base.format import counted
 from lingua.config.load import load, meta_lingua
 from lingua.parallel.alone import one_process
 from lingua.parallel.environment import Launch
-from lingua.run.receipt import checkpoints_of
-from lingua.run.records import Record
-from lingua.tools.audit.again import Computed, Task, check_memory, compute
+from lingua.tools.audit.again import PATIENCE_S, Computed, Task, check_memory, compute
 from lingua.tools.audit.args import AuditArgs
 from lingua.tools.audit.due import earlier_version
-from lingua.tools.audit.ranks import Ranks, bits, outliers
-from lingua.tools.audit.records import check_checkpoints, check_expected, check_lines
+from lingua.tools.audit.files import RunFiles
+from lingua.tools.audit.ranks import Ranks, bits, outliers, reason_of
+from lingua.tools.audit.records import Finding, check_checkpoints, check_expected, check_lines
 from lingua.tools.audit.segments import Segment, choose, segments_of
 from lingua.tools.audit.verdict import CODES, DIFFERS, FITS, NOT_COMPARED, Verdict, compare, worst
 
@@ -38,31 +38,13 @@ Say = Callable[[str], None]
 def audit(folder: Path, args: AuditArgs, words: Sequence[str], say: Say) -> int:
     """Audit the run in a dump dir, and return the exit code. Called by every rank; `say` prints a
     line on rank 0. `words` are keys of the training program. Raises UserError."""
-    ranks, record = Ranks(), Record(folder)
-    if not record.config:
-        raise UserError(f"{folder}: must be the dump dir of a run, with its {CONFIG}")
+    ranks, record = Ranks(), RunFiles(folder)
     if args.ranks == "all" and ranks.n < 3:
         need = "needs three ranks or more, such as torchrun --nproc-per-node 3"
         raise UserError(f"ranks = all: {need}; here is {counted(ranks.n, 'rank')}")
-    segments: list[Segment] = []
-    conditions = ranks.share("version", lambda: earlier_version(record))
-    if args.run:
-        seed = args.seed if args.seed is not None else datetime.now(UTC).date().isoformat()
-        chosen = ranks.share(
-            "segments", lambda: [s.to_json() for s in choose(record, args.steps, args.sample, seed)]
-        )
-        segments = [Segment.from_json(values) for values in chosen]
-        if args.steps is None:
-            say(f"{counted(len(segments), 'segment')} drawn by seed={seed}")
-        ranks.share("checks", lambda: check(record, args, segments, words, ranks.launch))
-    if record.state == "running":
-        say(f"{folder} is running: what it has recorded so far is checked")
-    files = ranks.share("files", lambda: check_files(record, args, segments, say))
-    verdicts = [Verdict(**files)] if files else []
-    verdicts += compute_all(record, args, segments, words, ranks, say)
-    verdict = worst(verdicts)
-    conditions += ranks.share("left out", lambda: left_out(record, args, segments))
-    verdict = replace(verdict, conditions=[*verdict.conditions, *conditions])
+    wrong = ranks.share("types", lambda: check_types(record))
+    verdict = wrong_files([Finding(text, False) for text in wrong], say)
+    verdict = verdict or verdict_on(record, args, words, ranks, say)
     say(f"verdict: {verdict.text}")
     ranks.gather("end", None)  # the store is rank 0's
     if ranks.rank == 0:
@@ -80,8 +62,41 @@ def audit(folder: Path, args: AuditArgs, words: Sequence[str], say: Say) -> int:
     return CODES[verdict.kind]
 
 
+def check_types(record: RunFiles) -> list[str]:
+    """What the files of a run have that no run writes. By rank 0. Raises UserError where the folder
+    has no run, and where a file cannot be read."""
+    if not os.path.exists(record.folder / CONFIG):
+        raise UserError(f"{record.folder}: must be the dump dir of a run, with its {CONFIG}")
+    return list(dict.fromkeys(record.wrong()))
+
+
+def verdict_on(
+    record: RunFiles, args: AuditArgs, words: Sequence[str], ranks: Ranks, say: Say
+) -> Verdict:
+    """The verdict on a run whose files are as a run writes them."""
+    segments: list[Segment] = []
+    conditions = ranks.share("version", lambda: earlier_version(record))
+    if args.run:
+        seed = args.seed if args.seed is not None else datetime.now(UTC).date().isoformat()
+        chosen = ranks.share(
+            "segments", lambda: [s.to_json() for s in choose(record, args.steps, args.sample, seed)]
+        )
+        segments = [Segment.from_json(values) for values in chosen]
+        if args.steps is None:
+            say(f"{counted(len(segments), 'segment')} drawn by seed={seed}")
+        ranks.share("checks", lambda: check(record, args, segments, words, ranks.launch))
+    if ranks.share("running", lambda: record.is_running):
+        say(f"{record.folder} is running: what it has recorded so far is checked")
+    files = ranks.share("files", lambda: check_files(record, args, segments, say))
+    verdicts = [Verdict(**files)] if files else []
+    verdicts += compute_all(record, args, segments, words, ranks, say)
+    verdict = worst(verdicts)
+    conditions += ranks.share("left out", lambda: left_out(record, args, segments))
+    return replace(verdict, conditions=[*verdict.conditions, *conditions])
+
+
 def check(
-    record: Record,
+    record: RunFiles,
     args: AuditArgs,
     segments: Sequence[Segment],
     words: Sequence[str],
@@ -98,7 +113,7 @@ def check(
 
 
 def check_files(
-    record: Record, args: AuditArgs, segments: Sequence[Segment], say: Say
+    record: RunFiles, args: AuditArgs, segments: Sequence[Segment], say: Say
 ) -> dict[str, Any] | None:
     """The verdict on the files, without the checkpoints that are in no segment if some are to be
     computed; None where that decides and nothing is wrong. By rank 0."""
@@ -107,11 +122,8 @@ def check_files(
     findings = expected + check_lines(record)
     with one_process():
         findings += check_checkpoints(record, used)
-    for text, fits in findings:
-        say(text if fits is not False else f"does not fit: {text}")
-    wrong = [f.text for f in findings if f.fits is False]
-    if wrong:
-        return vars(Verdict(DIFFERS, f"in its files: {'; '.join(wrong[:MAX_WRONG])}"))
+    if wrong := wrong_files(findings, say):
+        return vars(wrong)
     if expected and expected[0].fits is None:
         return vars(Verdict(NOT_COMPARED, expected[0].text))
     if args.run:
@@ -121,25 +133,32 @@ def check_files(
     return vars(Verdict(FITS))
 
 
-def left_out(record: Record, args: AuditArgs, segments: Sequence[Segment]) -> list[str]:
+def wrong_files(findings: Sequence[Finding], say: Say) -> Verdict | None:
+    """The verdict where a finding does not fit. Each is printed."""
+    for text, fits in findings:
+        say(text if fits is not False else f"does not fit: {text}")
+    wrong = [f.text for f in findings if f.fits is False]
+    return Verdict(DIFFERS, f"in its files: {'; '.join(wrong[:MAX_WRONG])}") if wrong else None
+
+
+def left_out(record: RunFiles, args: AuditArgs, segments: Sequence[Segment]) -> list[str]:
     """What of a run's steps the verdict does not cover, where some are computed."""
     if not args.run:
         return []
     conditions = []
     n = sum(s.last - s.first + 1 for s in segments)
-    ends = segments_of(record, checkpoints_of(record.folder, record.config))
+    ends = segments_of(record)
     if n < (of := ends[-1].last - ends[0].first + 1):
         conditions.append(f"{n} of {counted(of, 'step')} computed again")
     if ends[-1].end is None and ends[-1].last == record.config.get("steps"):
         conditions.append(f"there is no checkpoint of the last step, {ends[-1].last}")
-    steps = [line["step"] for line in record.lines(VALIDATION)]
-    if not args.heldout and any(s.first <= step <= s.last for s in segments for step in steps):
+    if not args.heldout and any(any(record.lines(VALIDATION, s.first, s.last)) for s in segments):
         conditions.append("held-out losses not computed again")
     return conditions
 
 
 def compute_all(
-    record: Record,
+    record: RunFiles,
     args: AuditArgs,
     segments: Sequence[Segment],
     words: Sequence[str],
@@ -168,10 +187,22 @@ def compute_all(
 
 def _together(task: Task, ranks: Ranks) -> Verdict:
     """The verdict on a segment that all ranks compute as one mesh."""
+    computed, reason, name = None, "", f"reason/{task.folder.name}"
     try:
         computed = compute(task, ranks.meet_anew)
-        name = f"verdict/{task.folder.name}"
-        return Verdict(**ranks.share(name, lambda: vars(compare(task, computed))))
+    except Exception as error:  # the training program may end with any
+        reason = reason_of(error)
+        if not ranks.have_met(name, reason, PATIENCE_S):  # they wait for this one in a collective
+            raise UserError(f"rank {ranks.rank}: {reason}", local=True) from None
+    reasons = ranks.gather(name, reason)
+
+    def verdict() -> dict[str, Any]:
+        if computed is None or any(reasons):
+            return vars(Verdict(NOT_COMPARED, next(filter(None, reasons))))
+        return vars(compare(task, computed))
+
+    try:
+        return Verdict(**ranks.share(f"verdict/{task.folder.name}", verdict))
     except UserError as error:
         return Verdict(NOT_COMPARED, str(error))
     finally:
@@ -186,10 +217,10 @@ def _on_each(task: Task, ranks: Ranks) -> Verdict:
     try:
         computed = compute(task)
         result = bits(computed)
-    except UserError as error:
-        result = {"error": str(error)}
     except (MemoryError, torch.OutOfMemoryError) as error:
         result = {"error": f"ranks = all: one rank cannot hold this model: {error}"}
+    except Exception as error:
+        result = {"error": reason_of(error)}
     results = ranks.gather(f"result/{task.folder.name}", result)
     if errors := [r["error"] for r in results if "error" in r]:
         return Verdict(NOT_COMPARED, errors[0])
@@ -202,7 +233,10 @@ def _on_each(task: Task, ranks: Ranks) -> Verdict:
     if wrong:
         return Verdict(DIFFERS, f"between ranks: {'; '.join(wrong)}")
     assert computed is not None  # no rank has an error
-    verdict = compare(task, computed)
+    try:
+        verdict = compare(task, computed)
+    except UserError as error:
+        return Verdict(NOT_COMPARED, str(error))
     shutil.rmtree(task.folder, ignore_errors=True)
     return replace(verdict, notes=[f"all {ranks.n} ranks compute equal bits", *verdict.notes])
 

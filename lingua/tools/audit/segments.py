@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,12 +10,8 @@ from typing import Any, Self
 
 from lingua.base.dump_dir import CONFIG, VALIDATION
 from lingua.base.errors import UserError
-from lingua.checkpoint.folder import Checkpoint
-from lingua.config.values import parse_mapping, plain
-from lingua.run.files import flat
-from lingua.run.receipt import checkpoints_of
-from lingua.run.records import Record
-from lingua.tools.audit.due import Config, held_out_steps
+from lingua.tools.audit.due import may_measure
+from lingua.tools.audit.files import Config, RunFiles, config_of, read_text
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,7 @@ class Part:
     @cached_property
     def settings(self) -> Config:
         """The config, flat. Raises UserError."""
-        return flat(plain(parse_mapping(self.config, CONFIG)))
+        return config_of(self.config.encode(), CONFIG)
 
 
 @dataclass(frozen=True)
@@ -55,11 +51,11 @@ class Segment:
         return cls(**values | paths | {"parts": [Part(**part) for part in values["parts"]]})
 
 
-def segments_of(record: Record, checkpoints: Sequence[Checkpoint]) -> list[Segment]:
-    """All steps of a run that are recorded, divided at its checkpoints."""
-    starts = [e["step"] for e in record.events if e["event"] == "start"]
-    begin = starts[0] if starts else 0  # a run that branches from another begins at its step
-    made = max([*record.metrics.step.tolist(), *(c.step for c in checkpoints)], default=0)
+def segments_of(record: RunFiles) -> list[Segment]:
+    """All steps of a run that are recorded, divided at its checkpoints. Raises UserError."""
+    starts, checkpoints = record.starts, record.checkpoints
+    begin = starts[0]["step"] if starts else 0  # a run that branches from another begins there
+    made = max([record.summary[1], *(c.step for c in checkpoints)])
     by_step = {c.step: c.path for c in checkpoints if c.step > begin}
     ends = sorted({*by_step, *([made] if made > begin else [])})
     if not ends:
@@ -70,26 +66,23 @@ def segments_of(record: Record, checkpoints: Sequence[Checkpoint]) -> list[Segme
     return segments
 
 
-def starts_of(record: Record, first: int, last: int) -> list[dict[str, Any]]:
+def starts_of(record: RunFiles, first: int, last: int) -> list[dict[str, Any]]:
     """The events of the starts that made these steps: the last one before them, those inside."""
-    starts = [e for e in record.events if e["event"] == "start" and e["step"] < last]
+    starts = [e for e in record.starts if e["step"] < last]
     before = [e for e in starts if e["step"] < first]
     return before[-1:] + starts[len(before) :]
 
 
-def parts_of(record: Record, segment: Segment, last: int) -> Iterator[Part]:
+def parts_of(record: RunFiles, segment: Segment, last: int) -> Iterator[Part]:
     """The parts of a segment up to its step `last`: they end where a start with another config or
     mesh follows, and at saves for which the held-out loss was measured outside of its period. Where
     a start's config is not recorded, by an earlier version, there is one part, with the config of
     the end."""
     first, starts = segment.first, starts_of(record, segment.first, last)
-    meshes = [list(start.get("topology") or [1, 1, 1]) for start in starts] or [[1, 1, 1]]
-    if not starts or not all(isinstance(start.get("config"), str) for start in starts):
-        config = (segment.end or record.folder) / CONFIG
-        try:
-            yield Part(last, config.read_text(), meshes[0])
-        except (OSError, ValueError) as error:
-            raise UserError(f"{config}: cannot be read: {error}") from None
+    meshes = [start.get("topology") or [1, 1, 1] for start in starts] or [[1, 1, 1]]
+    if not starts or any(start.get("config") is None for start in starts):
+        config = read_text((segment.end or record.folder) / CONFIG).decode()
+        yield Part(last, config, meshes[0])
         return
     held_out = {line["step"] for line in record.lines(VALIDATION)}
     alike = [(start["config"], mesh) for start, mesh in zip(starts, meshes, strict=True)]
@@ -98,18 +91,19 @@ def parts_of(record: Record, segment: Segment, last: int) -> Iterator[Part]:
         part, begin = Part(end, start["config"], mesh), max(start["step"], first - 1)
         measured: set[int] = set()
         if part.settings.get("checkpoint.keep_best"):
-            in_period = held_out_steps({**part.settings, "checkpoint.keep_best": 0}, begin, end)
-            measured = {step for step in held_out - set(in_period) if begin < step <= end}
+            periods = {**part.settings, "checkpoint.keep_best": False}
+            outside = (step for step in held_out if not may_measure(periods, step))
+            measured = {step for step in outside if begin < step <= end}
         goes_on = alike[i : i + 1] == alike[i + 1 : i + 2] or end == begin
         for step in sorted(measured | (set() if goes_on else {end})):
             yield replace(part, last=step, measured=step in measured)
 
 
-def choose(record: Record, steps: str | None, sample: int, seed: int | str) -> list[Segment]:
+def choose(record: RunFiles, steps: str | None, sample: int, seed: int | str) -> list[Segment]:
     """The segments to compute: those with the `steps` "A..B", the last one up to B; else a `sample`
     drawn by the seed. The first one, from the run's start, is drawn only where it is no longer than
     others that end with a checkpoint. Raises UserError."""
-    segments = segments_of(record, checkpoints_of(record.folder, record.config))
+    segments = segments_of(record)
     if steps is not None:
         match = re.fullmatch(r"(\d{1,10})(?:\.\.(\d{1,10}))?", steps)
         low, high = segments[0].first, segments[-1].last
@@ -126,6 +120,6 @@ def choose(record: Record, steps: str | None, sample: int, seed: int | str) -> l
     return [_with_parts(record, s, s.last) for s in sorted(chosen, key=lambda s: s.first)]
 
 
-def _with_parts(record: Record, s: Segment, last: int) -> Segment:
+def _with_parts(record: RunFiles, s: Segment, last: int) -> Segment:
     end = s.end if last == s.last else None
     return replace(s, last=last, end=end, parts=list(parts_of(record, s, last)))

@@ -11,6 +11,7 @@ import torch
 
 from lingua.base.dump_dir import VALIDATION
 from lingua.base.errors import UserError
+from lingua.config.values import shorten
 from lingua.monitor.metrics import NOT_CHAINED
 from lingua.run.args import kind_of
 from lingua.run.receipt import saved_state
@@ -159,9 +160,8 @@ def compare_held_out(task: Task, computed: Computed, exact: bool, apart: Apart) 
     starts = starts_of(record, segment.first, segment.last)
     unknown = len(starts) > 1 and not all("config" in start for start in starts)
     recorded = {
-        (line["step"], str(line.get("source"))): line
-        for line in record.lines(VALIDATION)
-        if segment.first <= line["step"] <= segment.last
+        (line["step"], line["source"]): line
+        for line in record.lines(VALIDATION, segment.first, segment.last)
     }
     for step, source in sorted(recorded.keys() | computed.held_out.keys()):
         if not segment.first <= step <= segment.last:
@@ -210,7 +210,8 @@ def _differs(step: int, name: str, was: Any, now: Any, before: int | None = None
     since = ""
     if before is not None and before < step - 1:
         since = f"; of steps {before + 1} to {step - 1} no number is recorded"
-    return f"from step {step} on, {name} first: {was} recorded, {now} here{since}"
+    a, b = (shorten(str(value)) for value in (was, now))
+    return f"from step {step} on, {name} first: {a} recorded, {b} here{since}"
 
 
 def compare_tensors(saved: Path, computed: Computed) -> tuple[str, float]:
@@ -248,7 +249,7 @@ def distance(key: str, a: Any, b: Any) -> float:
 def tolerance(segment: Segment, step: int) -> float:
     """How far the losses of a step may be apart by rounding, relative."""
     dtype = segment.parts[-1].settings.get("distributed.model_dtype") or "fp32"
-    return min(MAX_TOLERANCE, TOLERANCES[dtype] * (1 + (step - segment.first) / 100))
+    return min(MAX_TOLERANCE, TOLERANCES.get(dtype, 1e-5) * (1 + (step - segment.first) / 100))
 
 
 def limit_of(key: str, segment: Segment, step: int) -> float:
@@ -270,13 +271,15 @@ def differences(task: Task, computed: Computed) -> tuple[list[str], list[str]]:
         now = dict.fromkeys(str(start.get(key)) for start in computed.starts)
         was = dict.fromkeys(str(s.get(key)) for s in starts if linked or s.get(key) is not None)
         if was and list(was) != list(now):
-            note = f"{key}: {' then '.join(was)} recorded, {' then '.join(now)} here"
+            a, b = (shorten(" then ".join(values)) for values in (was, now))
+            note = f"{key}: {a} recorded, {b} here"
             (decisive if key == "code" else causes).append(note)
     saved = segment.end or segment.start
     data = saved_state(saved).get("data", {}) if saved is not None else {}
     for key, content in data.items():
         if (here := computed.state["data"].get(key)) != content:
-            decisive.append(f"data: {key}: {content} recorded, {here} here")
+            a, b = (shorten(str(value)) for value in (content, here))
+            decisive.append(f"data: {key}: {a} recorded, {b} here")
     for word in task.words:
         key, _, value = word.partition("=")
         if kind_of(key) != "operational" and not MESH.fullmatch(key):

@@ -127,7 +127,7 @@ def hide(lines: list[dict]) -> None:
         (lambda f: f.edit_lines(remove_events), "steps=4..6",
          f"{METRICS}: the line of step 2 is before any start"),
         (lambda f: f.edit_lines(hide), "run=false",
-         f"{METRICS}:4: is no line of a run: its event has no name"),
+         f"{METRICS}:4: is no line of a run: event = null: must be text"),
     ],
 )  # fmt: skip
 def test_a_forged_record_differs(
