@@ -162,7 +162,7 @@ class Source:
         self._sizes = sizes[nonempty]
         self._firsts = np.zeros_like(self._sizes)  # tokens of each file before those of the source
         self._ends = self._sizes.cumsum()
-        self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(self._open_file)
+        self.file = functools.lru_cache(maxsize=MAX_OPEN_FILES)(self._open_file)
 
     @classmethod
     def open(cls, folder: Path) -> "Source":
@@ -197,7 +197,7 @@ class Source:
         # The disk is asked for all of them before the first one is waited for.
         for shard, begin in places:
             with suppress(OSError):  # _read reports it
-                file = self._open(self._files[shard]).fileno()
+                file = self.file(self._files[shard]).fileno()
                 at = (int(self._firsts[shard]) + begin) * size
                 os.posix_fadvise(file, at, length * size, os.POSIX_FADV_WILLNEED)
         for i, (shard, begin) in zip(where.tolist(), places, strict=True):
@@ -213,7 +213,7 @@ class Source:
         out = np.empty(n, dtype)
         buffer, reason = out.view(np.uint8).data, "is shorter than its manifest says"
         try:
-            file = self._open(name).fileno()
+            file = self.file(name).fileno()
             if read_into(file, buffer, begin * dtype.itemsize) == len(buffer):
                 return out
         except OSError as error:

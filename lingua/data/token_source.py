@@ -224,7 +224,7 @@ class TokenSource(Source):
     def _check_unchanged(self, name: str) -> None:
         """Raise UserError where a file, which was read now, is no longer the one that was found."""
         with suppress(OSError):
-            info = os.fstat(self._open(name).fileno())
+            info = os.fstat(self.file(name).fileno())
             if (info.st_size, info.st_mtime_ns) == self._stats[name]:
                 return
         raise self._lost(name, "has changed since the run was prepared")
