@@ -172,7 +172,8 @@ def compare_held_out(task: Task, computed: Computed, exact: bool, apart: Apart) 
         if was is None or now is None:
             one, other = ("no line" if line is None else "a line" for line in (was, now))
             return _differs(step, f"held-out loss of {source}", one, other)
-        for key in dict.fromkeys([*was, *now]):
+        of_now = now if was.get("chain") else ()  # earlier versions have recorded less
+        for key in dict.fromkeys([*was, *of_now]):
             if key in NOT_CHAINED:
                 continue
             a, b, name = was.get(key), now.get(key), f"held-out {key} of {source}"

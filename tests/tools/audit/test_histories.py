@@ -134,3 +134,12 @@ def test_an_audit_writes_nothing_into_a_cache_that_others_share(runs: Runs, tmp_
     assert audit(runs, run, "steps=4..6")[0] == 0 and state() == before  # made elsewhere
     shutil.rmtree(cache)
     assert audit(runs, run, "steps=4..6")[0] == 0 and not cache.exists()
+
+
+def test_a_run_of_an_earlier_version_is_not_accused_of_what_it_did_not_record(
+    runs: Runs, tmp_path: Path
+) -> None:
+    sample = Path(__file__).parents[2] / "samples/0.1.0"
+    run = shutil.copytree(sample / "run", tmp_path / "run")
+    said = audit(runs, run, f"data.root_dir={sample}/text")[1]
+    assert "differs" not in verdict(said), said
