@@ -257,12 +257,15 @@ def write_tokenizer(folder: Path, data: DataArgs, tokenizer: Tokenizer, max_posi
     for path in map(args.file.with_name, names):
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
-    if data.chat is not None and data.chat.template is not None:
+    named = data.chat.template if data.chat is not None else None
+    if named is not None:
         config.pop("chat_template", None)
-        shutil.copyfile(data.chat.template, folder / CHAT_TEMPLATE)
+        shutil.copyfile(named, folder / CHAT_TEMPLATE)
     write_json(folder / TOKENIZER_CONFIG, config)
     has_template = "chat_template" in config or (folder / CHAT_TEMPLATE).exists()
-    return "with its tokenizer" + " and chat template" * has_template
+    # A config of others may name any file: what is published is named.
+    of = f" of {named}" if named is not None else ""
+    return "with its tokenizer" + f" and chat template{of}" * has_template
 
 
 def is_llama_tokenizer(tokenizer: Tokenizer) -> bool:

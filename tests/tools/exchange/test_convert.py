@@ -1,7 +1,9 @@
 """Models in and out of Hugging Face's form, against transformers itself."""
 
+import io
 import json
 import shutil
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -245,6 +247,12 @@ def opened_there(folder: Path) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
 
+def printed_here(*arguments: str) -> str:
+    with redirect_stdout(io.StringIO()) as said:
+        assert not convert_here(*arguments)
+    return said.getvalue()
+
+
 def force(tokens: Tensor, scores: Tensor, end: int) -> Tensor:
     """Scores that draw `end` as the fifth token, and no token that ends a text before."""
     scores = scores.index_fill(1, torch.tensor([1, 3, 4]), -torch.inf)
@@ -287,6 +295,9 @@ def test_what_a_base_has_and_training_did_not_change_is_carried_over(ranks, tmp_
         assert str(tmp_path) not in card
     card = (tmp_path / "sft-hf/README.md").read_text()
     assert "Training loss: 1.25 nats per token, at step 2" in card and "talks 1" in card
+    words = f"source={tmp_path / 'sft'}", f"out={tmp_path / 'again'}"
+    [said] = ranks.run(1, printed_here, *words)  # a stranger's config may name any file
+    assert f"with its tokenizer and chat template of {tmp_path / 't.jinja'};" in said
 
 
 def test_the_bos_of_a_base_whose_tokenizer_names_none_is_kept(ranks, tmp_path):
