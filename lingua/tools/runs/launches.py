@@ -41,8 +41,10 @@ def launched_at(record: Record) -> datetime | None:
 
 
 def assumes_equal(runs: Sequence[Record]) -> bool:
-    """Whether all runs were launched with the assumption that all arms vary alike."""
-    return all("variance=equal" in _launch(run) for run in runs)
+    """Whether the assumption that all arms vary alike was recorded for all runs before they first
+    started: who launches runs again may have seen results."""
+    launches = [(_launch(run), launched_at(run)) for run in runs]
+    return all("variance=equal" in words and _time(words[0]) == at for words, at in launches)
 
 
 def _launch(record: Record) -> list[str]:

@@ -193,7 +193,15 @@ def test_runs_that_were_launched_after_a_result_have_the_anytime_interval(out):
     out(*words, shows=(rule,))
     launched.write_text(f"{LAUNCHED_AT}2026-01-01T00:00:01+00:00\n")  # a sweep's runs wait
     out(*words, shows=("rule: paired",), lacks=("anytime",))
-    launched.unlink()
+    for run in Path().glob("[ab]-*"):
+        launch = f"{LAUNCHED_AT}2026-01-01T00:00:01+00:00 variance=equal\n"
+        (run / "base_config.yaml").write_text(launch)
+    out(*words, shows=("which was assumed at the launch",))
+    again = launch.replace("2026", "2027")  # by somebody who may have seen results
+    Path("b-0/base_config.yaml").write_text(again)
+    out(*words, shows=("rule: paired",))
+    for run in Path().glob("[ab]-*"):
+        (run / "base_config.yaml").unlink()
     out(*words, "anytime=false", shows=("rule: paired", "note: a-0 was launched after a-1"))
     shutil.rmtree("b-0")
     out("a-0", "a-1", "a-2", *words[1:], "anytime=true", shows=("without ends yet",))
