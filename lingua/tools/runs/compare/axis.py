@@ -73,7 +73,8 @@ def measure_by(records: Sequence[Record], name: str, by: By) -> HeldOutLosses:
     points = min(amounts, key=lambda x: x[-1], default=np.zeros(0))
     points = points[points >= max((x[0] for x in amounts), default=0.0)]
     if not len(points):
-        raise UserError(f"by={by}: no amount at which all runs have a held-out loss in {name}")
+        none = f"by={by}: no amount at which all runs have a held-out loss in {name}"
+        raise UserError(f"{none}; compare by=step, or run with a smaller validation.every")
     end = points[-1] * (1 + SAME)
     shortest = [record for record, x in zip(used, amounts, strict=True) if x[-1] <= end]
     missing = [record for record in records if record not in used and record not in failed]
