@@ -149,12 +149,13 @@ def eager_on_cpu(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and type(x) is Tensor and x.is_cpu
 
 
+@torch.no_grad()
 def trunc_normal_(weight: Tensor, std: float) -> None:
-    """Fill with a normal of mean 0, cut off at three deviations; zeros where `std` is 0."""
-    if std == 0:
-        nn.init.zeros_(weight)
-    else:
-        nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
+    """Fill with a normal of mean 0, cut off at three deviations: what lies beyond is drawn again.
+    Zeros where `std` is 0. The bits of torch's own trunc_normal_ depend on its version."""
+    nn.init.normal_(weight, std=std)
+    while bool((beyond := weight.abs() > 3 * std).any()):
+        weight.copy_(torch.where(beyond, nn.init.normal_(torch.empty_like(weight), std=std), weight))
 
 
 def init_projections(
