@@ -302,30 +302,28 @@ class Rows:
     spread evenly: a position alone decides from which source its row is, and which."""
 
     def __init__(self, c: Any, sources: list[Source]) -> None:
-        weights = [Fraction(getattr(c.data.sources, source.name)) for source in sources]
         self.c, self.sources, self.seq_len = c, sources, c.data.seq_len
-        self.shares = [sum(weights[:i]) / sum(weights) for i in range(len(weights) + 1)]
+        weights = [Fraction(getattr(c.data.sources, source.name)) for source in sources]
+        unit = math.lcm(*(weight.denominator for weight in weights))
+        self.sums = [int(sum(weights[:i]) * unit) for i in range(len(weights) + 1)]
         self.block = max(1024, math.ceil(sum(weights) / min(weights)))
-        self.given = functools.cache(self._given)
         self.ends = [np.cumsum([len(part) for part in source.parts]) for source in sources]
-
-    def _given(self, block: int) -> list[int]:
-        """Rows of each source in the blocks before."""
-        return [b - a for a, b in pairwise(math.floor(block * self.block * s) for s in self.shares)]
 
     def row(self, position: int) -> np.ndarray:
         """Tokens [seq_len + 1]."""
         (block, place), places, seq_len = divmod(position, self.block), self.block, self.seq_len
-        before, after = self.given(block), self.given(block + 1)
-        for s, given in enumerate(before):
-            quota = after[s] - given  # of the places that are left
+        ends = (block * self.block, (block + 1) * self.block)
+        first, last = ([n * total // self.sums[-1] for total in self.sums] for n in ends)
+        for s in range(len(self.sources)):
+            before = first[s + 1] - first[s]  # rows of the source in the blocks before
+            quota = last[s + 1] - last[s] - before  # of the places that are left
             taken = place * quota // places
             if (place + 1) * quota // places > taken:
                 break
             place, places = place - taken, places - quota
         (name, _, _, parts, *_), ends = self.sources[s], self.ends[s]
         n_rows = (int(ends[-1]) - 1) // seq_len
-        epoch, k = divmod(before[s] + taken, n_rows)
+        epoch, k = divmod(before + taken, n_rows)
         start = permuted(k, n_rows, round_keys(self.c.seed, name, epoch)) * seq_len
         i = int(np.searchsorted(ends, start, "right"))
         tokens = parts[i][start - int(ends[i]) + len(parts[i]) :][: seq_len + 1]
@@ -347,11 +345,10 @@ class Rows:
             tokens = torch.zeros(n_rows, seq_len, dtype=torch.int64)
             targets, n = torch.full_like(tokens, IGNORE), end - begin
             rows = np.stack([self.row(at) for at in range(position + begin, position + end)])
-            tokens[:n], targets[:n] = torch.from_numpy(
-                np.stack((rows[:, :-1], rows[:, 1:])).astype(np.int64)
-            )
             if (largest := int(rows.max())) >= c.model.vocab_size:
                 raise Mistake(f"model.vocab_size = {c.model.vocab_size}: a token is {largest}")
+            both = torch.from_numpy(rows.astype(np.int64))
+            tokens[:n], targets[:n] = both[:, :-1], both[:, 1:]
             values = torch.cat((tokens[:n], targets[:n]), 1)
             words = hash_bits(hash_bits(0, torch.arange(2 * seq_len)), values).sum(1)
             ids = torch.arange(position + begin, position + end)
@@ -465,7 +462,7 @@ class Transformer(nn.Module):
         """Matrices are normal, cut off at three deviations: what lies beyond is drawn again."""
         m = self.m
         for name, p in self.named_parameters():
-            std = m.init_base_std or (m.dim if "emb" in name else p.shape[-1]) ** -0.5
+            std = m.init_base_std or p.shape[-1] ** -0.5
             if name.endswith(("wo.weight", "w2.weight")):  # which write to the residual stream
                 depth = int(name.split(".")[1])
                 std /= {
@@ -539,25 +536,24 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 @torch.no_grad()
-def update(
-    tensors: Named, grads: Named, groups: Any, o: Any, lr: float, divisor: Tensor, exact: bool
-) -> None:
+def update(tensors: Named, grads: Named, groups: Any, c: Any, lr: float, divisor: Tensor) -> None:
     """AdamW by torch's fused kernel, of gradients over `divisor`; nothing changes where that is not
     finite. `tensors` are those of a checkpoint, `groups` names with their weight decay."""
+    pad = c.deterministic == "mesh" and divisor.is_cpu
     for decay, names in groups:
         weights, means, squares, steps = (
             [tensors[f"{key}.{n}"] for n in names]
             for key in ("model", "optim.exp_avg", "optim.exp_avg_sq", "optim.step")
         )
         live, n = [*weights, *(grads[name] for name in names), *means, *squares], len(names)
-        # Of a CPU tensor the kernel rounds the end, which fills no vector, in another way. To be
-        # `exact`, the same on any mesh, it gets copies without such an end.
-        pad = exact and divisor.is_cpu
+        # Of a CPU tensor the kernel rounds the end, which fills no vector, in another way. For the
+        # same bits on any mesh it gets copies without such an end.
         used = [F.pad(t.flatten(), (0, -t.numel() % 16)) if pad else t for t in live]
         adamw(
             *(used[i * n : i * n + n] for i in range(4)), [], steps, fused=True, amsgrad=False,
-            grad_scale=divisor, found_inf=(~divisor.isfinite()).float(), beta1=o.beta1, lr=lr,
-            beta2=o.beta2, weight_decay=decay, eps=o.epsilon, maximize=False,
+            grad_scale=divisor, found_inf=(~divisor.isfinite()).float(), lr=lr,
+            beta1=c.optim.beta1, beta2=c.optim.beta2, weight_decay=decay, eps=c.optim.epsilon,
+            maximize=False,
         )  # fmt: skip
         for t, copy in zip(live, used, strict=True) if pad else ():
             t.copy_(copy[: t.numel()].view_as(t))
@@ -575,8 +571,7 @@ def lr_at(step: float, o: Any, steps: int) -> float:
         height = 0.5 * (1 + math.cos(math.pi * progress))
     elif o.scheduler == "wsd":  # constant, then 1 - sqrt: Hägele et al., 2024
         begin = max(steps - o.decay_fraction * steps, o.warmup)
-        if step > begin:
-            height = 1 - min((step - begin) / (steps - begin), 1.0) ** o.exp_factor
+        height = 1 - max(0.0, min((step - begin) / (steps - begin or 1), 1.0)) ** o.exp_factor
     return o.lr * (height + (1 - height) * o.lr_min_ratio)
 
 
@@ -667,7 +662,6 @@ def save(root: Path, tensors: Named, state: dict[str, Any], config: str, check: 
     folder = final.with_name(f"{final.name}.tmp-{os.urandom(4).hex()}")
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True)
     dcp.save(tensors, storage_writer=writer, no_dist=True)
-    state |= {"tensors": digest(tensors), "versions": VERSIONS, "topology": [1, 1, 1]}
     (folder / "train_state.json").write_text(json.dumps(state, indent=1))
     (folder / "config.yaml").write_text(config)
     manifest = {
@@ -686,32 +680,19 @@ def save(root: Path, tensors: Named, state: dict[str, Any], config: str, check: 
     print(f"saved {final}")
 
 
-def digest(tensors: Named) -> str:
-    """A hash of tensors to the bit: the bits of each element times an odd number for its index in
-    each dimension, added up modulo 2^64."""
-    total = 0
-    for name, t in tensors.items():
-        bits = t.cpu().contiguous().view(torch.int32).long()
-        for dim, n in enumerate(t.shape):
-            factors = hash_bits(key_of(name, t.dtype, dim), torch.arange(n)) | 1
-            bits *= factors.view(-1, *[1] * (t.dim() - dim - 1))
-        total += int(bits.sum()) + key_of(name, t.dtype, *t.shape)
-    return f"{total % 2**64:016x}"
-
-
-def place_of(pid: int) -> str:
-    """This machine since its start, and the start of a process; empty where it does not run."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-        return "" if state in "ZX" else f"{boot}-{os.stat('/proc/self/ns/pid').st_ino} {fields[18]}"
-    return ""
-
-
 @contextmanager
 def locked(folder: Path) -> Iterator[Check]:
     """Hold the lock of a dump dir, a file that names its process, as apps/main does. Yields a check
     that it is still held, which also renews it. Raises Mistake where another process has it."""
+
+    def place_of(pid: int) -> str:  # this machine since its start, and the start of the process
+        with suppress(OSError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+            where = f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+            return "" if state in "ZX" else f"{where} {fields[18]}"
+        return ""
+
     path, host = folder / "run.lock", re.sub(r"[^\w.-]", "-", os.uname().nodename)
     content = f"process {os.getpid()} on {host}, {place_of(os.getpid())}, {os.urandom(8).hex()}\n"
     if path.exists():
@@ -740,10 +721,8 @@ def locked(folder: Path) -> Iterator[Check]:
 
 # ---------------------------------------------------------------------------------- loop
 
-VERSIONS = {
-    "lingua": "onefile", "torch": torch.__version__, "python": sys.version.split()[0],
-    "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-}  # fmt: skip
+VERSIONS = {"lingua": "onefile", "torch": torch.__version__, "python": sys.version.split()[0],
+            "cpu_capability": torch.backends.cpu.get_cpu_capability()}  # fmt: skip
 
 
 def train(config: dict[str, Any], check_lock: Check) -> None:
@@ -834,8 +813,8 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
         progress["trained_s"] = time.monotonic() - began
         saved = {
             "progress": progress, "tokens": progress["position"] * c.data.seq_len,
-            "schedule": {"step": progress["step"], "lr": rate()}, "data": content, "held_out": None,
-            "param_groups": [{"weight_decay": w, "param_names": names} for w, names in groups],
+            "schedule": {"step": progress["step"], "lr": rate()}, "data": content, "topology": [1, 1, 1],
+            "versions": VERSIONS, "param_groups": [{"weight_decay": w, "param_names": names} for w, names in groups],
         }  # fmt: skip
         save(root, tensors, saved, text, check_lock)
         keep = c.checkpoint.dump.keep  # one with a mark of lingua's stays
@@ -867,7 +846,7 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
         grads = {name: totals[name].float() if exact else p.grad for name, p in named.items()}
         norm, lr = grad_norm(list(grads.values()), exact), rate()
         divisor = torch.where(norm.isfinite(), ((norm + 1e-6) / c.optim.clip).clamp(min=1.0), norm)
-        update(tensors, grads, groups, c.optim, lr, divisor, exact)
+        update(tensors, grads, groups, c, lr, divisor)
         model.zero_grad()
         if not math.isfinite(norm):  # once a step the host waits for the device
             if c.optim.on_nonfinite == "stop":
@@ -891,9 +870,11 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
             print(f"step {step}: loss {line['loss']:.4f}, norm {float(norm):.3f}, rate {lr:.2e}, "
                   f"{speed:,.0f} tokens/s", flush=True)  # fmt: skip
             shown_step, shown_at = step, time.monotonic()
-        if (c.validation.every > 0 and step % c.validation.every == 0) or (over and not signals):
-            held_out = validate(c, rows, loss_of, lambda line: write(
-                "metrics.validation.jsonl", {"step": progress["step"], **line}))  # fmt: skip
+        due = step == c.steps or (c.validation.every > 0 and step % c.validation.every == 0)
+        if due or (over and not signals):
+            held_out, lines = validate(c, rows, loss_of)
+            for line in lines if due or seconds is not None else []:
+                write("metrics.validation.jsonl", {"step": step, **line})
         dump, since_s = c.checkpoint.dump, time.monotonic() - saved_at
         overdue = 0 < 60 * (dump.every_minutes or 0) <= since_s
         if over or overdue or (dump.every > 0 and step % dump.every == 0):
@@ -903,9 +884,10 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
 
 
 @torch.no_grad()
-def validate(c: Any, rows: Rows, loss_of: Callable[..., Tensor], write: Callable[..., None]) -> str:
-    """Measure and write the loss on held-out documents; returns that of all sources, in words."""
+def validate(c: Any, rows: Rows, loss_of: Callable[..., Tensor]) -> tuple[str, list[Any]]:
+    """The loss on held-out documents of all sources, in words, and a line of metrics for each."""
     v, seq_len, nats, n_bytes, n_tokens = c.validation, c.data.seq_len, 0.0, 0, 0
+    lines = list[dict[str, Any]]()
     for source in rows.sources:
         hashes, documents, known, size = list[int](), list[np.ndarray](), 0, 0
         for hashed, text_bytes, document in source.held_out:
@@ -920,9 +902,7 @@ def validate(c: Any, rows: Rows, loss_of: Callable[..., Tensor], write: Callable
             continue
         shape = -(-n // seq_len), seq_len
         tokens, targets = torch.zeros(shape).long(), torch.full(shape, IGNORE)
-        tokens.view(-1)[:n], targets.view(-1)[:n] = torch.from_numpy(
-            np.stack((stream[:-1], stream[1:]))
-        )
+        tokens.view(-1)[:n], targets.view(-1)[:n] = map(torch.from_numpy, (stream[:-1], stream[1:]))
         size, sums = min(len(tokens), max(c.data.batch_size, 4096 // seq_len)), list[float]()
         for x, y in zip(tokens.split(size), targets.split(size), strict=True):
             rest = (0, 0, 0, size - len(x))
@@ -932,10 +912,10 @@ def validate(c: Any, rows: Rows, loss_of: Callable[..., Tensor], write: Callable
         if known:
             bits = total / known / math.log(2)
             line |= {"nats_per_byte": total / known, "bits_per_byte": bits, "bytes": known}
-        write(line)
+        lines.append(line)
         nats, n_tokens, n_bytes = nats + total, n_tokens + n, n_bytes + (known or 0)
     per, unit = (n_bytes, "byte") if n_bytes else (max(1, n_tokens), "token")
-    return f"held-out {nats / per:.4f} nats/{unit}"
+    return f"held-out {nats / per:.4f} nats/{unit}", lines
 
 
 if __name__ == "__main__":
