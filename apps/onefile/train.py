@@ -2,12 +2,9 @@
 
     python apps/onefile/train.py bin=data/train.bin                    # tokens, as nanoGPT has them
     python apps/onefile/train.py runs/a/config.yaml dump_dir=runs/b    # the run of a config
-    python apps/onefile/train.py bin=data/train.bin seconds=300 model.dim=384
 
-It shares no code with lingua and computes the same bits on a CPU in float32: the same rows, initial
-weights, losses and updates. Each continues from the checkpoints of the other, and a run is checked
-by a program that has none of its faults (`lingua audit RUN by=apps/onefile/train.py`). One process,
-on a CPU or a GPU. It reads in half an hour.
+It shares no code with lingua and computes the same bits on a CPU in float32, in one process. Each
+continues from the checkpoints of the other, and checks it: `lingua audit RUN by=FILE`.
 
 A run is a function of its config. Step s takes the next G rows of a stream in which a position
 decides, by arithmetic, from which source its row is and which row of that source: nothing is
@@ -628,9 +625,8 @@ class Reader(dcp.FileSystemReader):
         return metadata
 
 
-def manifest_hash(manifest: dict[str, Any]) -> str:
-    kept = {key: value for key, value in manifest.items() if key != "xxh3_64"}
-    return xxhash.xxh3_64_hexdigest(json.dumps(kept, sort_keys=True).encode())
+def hash_of(manifest: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(manifest, sort_keys=True).encode())
 
 
 def entry_of(path: Path) -> dict[str, Any]:
@@ -645,7 +641,7 @@ def checkpoints(root: Path, verify: bool = False) -> list[tuple[int, Path]]:
     for path in root.glob("[0-9]" * 10):
         with suppress(OSError, ValueError, KeyError, TypeError):
             manifest = json.loads((path / "manifest.json").read_bytes())
-            right = manifest["xxh3_64"] == manifest_hash(manifest)
+            right = manifest.pop("xxh3_64") == hash_of(manifest)
             for name, entry in manifest["files"].items():
                 same_size = (path / name).stat().st_size == entry["size"]
                 right &= same_size and (not verify or entry_of(path / name) == entry)
@@ -670,8 +666,8 @@ def save(root: Path, tensors: Named, state: dict[str, Any], config: str, check: 
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "files": {path.name: entry_of(path) for path in sorted(folder.iterdir())},
     }  # fmt: skip
-    manifest["xxh3_64"] = manifest_hash(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    text = json.dumps(manifest | {"xxh3_64": hash_of(manifest)}, indent=1)
+    (folder / "manifest.json").write_text(text)
     os.sync()
     check()
     rmtree(final, ignore_errors=True)  # a damaged one
@@ -729,7 +725,7 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
     """The run of a config by dotted key, from its newest checkpoint on."""
     seconds, folder, state = config.pop("seconds"), Path(config["dump_dir"]), dict[str, Any]()
     root = folder / "checkpoints"
-    newest = ([None] + [path for _, path in checkpoints(root, verify=True)])[-1]
+    _, newest = (checkpoints(root, verify=True) or [(0, None)])[-1]
     if newest is not None:
         state = json.loads((newest / "train_state.json").read_bytes())
     elif any(root.glob("[0-9]" * 10)):
@@ -765,8 +761,7 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
     device = torch.device("cuda" if is_cuda else "cpu")
     dtype = torch.bfloat16 if c.distributed.model_dtype == "bf16" else torch.float32
     rows, model = Rows(c, sources), Transformer(c.model)
-    if newest is None:
-        model.init(c.seed)
+    model.init(c.seed)
     model.to(device)
     named, tensors = dict(model.named_parameters()), Named()  # live: they are saved and loaded
     for name, p in named.items():
@@ -779,8 +774,8 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
     if newest is not None:
         dcp.load(tensors, storage_reader=Reader(newest), no_dist=True)
         print(f"resuming {newest}")
-    progress = {"step": 0, "position": 0, "skipped_steps": 0, "trained_s": 0.0}
-    progress |= state.get("progress", {})
+    at_start = {"step": 0, "position": 0, "skipped_steps": 0, "trained_s": 0.0}
+    progress = at_start | state.get("progress", {})
     began = time.monotonic() - progress["trained_s"]
 
     def write(file: str, line: dict[str, Any]) -> None:
@@ -788,11 +783,10 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
         with (folder / file).open("a", encoding="utf-8") as f:
             f.write(json.dumps(line | {"created_at": datetime.now(UTC).isoformat()}) + "\n")
 
-    for file in (folder / "metrics.jsonl", folder / "metrics.validation.jsonl"):
-        if file.exists():  # without the lines of steps that are undone
-            lines = [t for t in file.read_text("utf-8").splitlines() if t.endswith("}")]
-            kept = [t for t in lines if json.loads(t).get("step", 0) <= progress["step"]]
-            file.write_text("".join(f"{t}\n" for t in kept), "utf-8")
+    for file in folder.glob("metrics*.jsonl"):  # without the lines of steps that are undone
+        lines = [text for text in file.read_text("utf-8").splitlines() if text.endswith("}")]
+        kept = [t for t in lines if json.loads(t).get("step", 0) <= progress["step"]]
+        file.write_text("".join(f"{t}\n" for t in kept), "utf-8")
     (folder / "config.yaml").write_text(text)
     about = {"topology": [1, 1, 1], "config": text, "device": device.type}
     write("metrics.jsonl", {"event": "start", "step": progress["step"], **about, **VERSIONS})
@@ -818,9 +812,9 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
         }  # fmt: skip
         save(root, tensors, saved, text, check_lock)
         keep = c.checkpoint.dump.keep  # one with a mark of lingua's stays
-        for _, path in checkpoints(root)[: -keep if keep > 0 else 0]:
-            if not any(root.glob(f"{path.name}.[A-Za-z]*")):
-                rmtree(path)
+        old = (path for _, path in checkpoints(root)[: -keep if keep > 0 else 0])
+        for path in [path for path in old if not any(root.glob(f"{path.name}.[A-Za-z]*"))]:
+            rmtree(path)
 
     # ---- the loop
     signals = list[int]()
