@@ -1,12 +1,14 @@
-"""Computing steps of a run again, by the training program itself, in a folder of its own: nothing
-is written into the run's, and its lock is not taken."""
+"""Computing steps of a run again, by the training program itself or by a file of another
+implementation, in a folder of its own: nothing is written into the run's, and its lock is not
+taken."""
 
 import json
 import math
 import os
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lingua.app import choose_app
+from lingua.app import App, choose_app
 from lingua.base.dump_dir import CHECKPOINTS, VALIDATION, step_folder
 from lingua.base.errors import UserError
-from lingua.checkpoint.folder import read_checkpoint
+from lingua.checkpoint.folder import Checkpoint, read_checkpoint, read_state
 from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.source import TensorSource, open_checkpoint
-from lingua.config.load import resume_classes
+from lingua.checkpoint.state import versions
+from lingua.config.load import resume_classes, to_yaml
 from lingua.data.rows import CONTENT
 from lingua.parallel.alone import process_restored
 from lingua.parallel.environment import detect_launch
@@ -29,6 +32,8 @@ from lingua.run.args import RunArgs
 from lingua.run.program import load_loop
 from lingua.run.receipt import saved_state
 from lingua.tools.audit.files import RunFiles
+from lingua.tools.audit.independent import Implementation
+from lingua.tools.audit.records import digest_of_files
 from lingua.tools.audit.segments import Part, Segment
 
 PATIENCE_S = 30.0  # for ranks that are not done with the store of rank 0
@@ -69,6 +74,7 @@ class Task:
     words: Sequence[str]  # keys of the training program that go over the run's own
     folder: Path  # a new one, in a temporary folder of the audit
     heldout: bool  # whether held-out losses are measured again
+    by: Implementation | None = None  # what computes it; None: the training program itself
 
 
 def compute(task: Task, meet: Callable[[str], None] = lambda name: None) -> Computed:
@@ -95,20 +101,29 @@ def compute(task: Task, meet: Callable[[str], None] = lambda name: None) -> Comp
             process_restored(app.path),
         ):
             args, _ = load_run(app, argv)
-            # What the run was allowed to change is computed as it was changed. Other data is
-            # compared by its rows, and by its hash.
-            data = saved_state(start).get("data", {}) if start is not None else {}
-            names = [f"{CONTENT}{name}" for name in args.data.used_sources()]
-            args.checkpoint.allow_change = [*resume_classes(type(args)), *data, *names]
             args.data.cache_dir = str(linked_cache(args, folder.with_name("shards")))
-            try:
-                stopped_by = load_loop().train(app, args)
-            finally:
-                if dist.is_initialized():
-                    leave(PATIENCE_S)
+            if task.by is not None:
+                config.write_text(to_yaml(args))
+                stopped_by = task.by.train(config, file)
+            else:
+                stopped_by = train_here(app, args, start)
         if stopped_by is not None:
             raise KeyboardInterrupt
-    return read_computed(task)
+    return read_computed(task) if task.by is None else read_computed_by(task.by, task)
+
+
+def train_here(app: App, args: RunArgs, start: Path | None) -> str | None:
+    """Run the training program in this process, from the checkpoint `start` if there is one. What
+    the run was allowed to change is computed as it was changed. Other data is compared by its rows,
+    and by its hash."""
+    data = saved_state(start).get("data", {}) if start is not None else {}
+    names = [f"{CONTENT}{name}" for name in args.data.used_sources()]
+    args.checkpoint.allow_change = [*resume_classes(type(args)), *data, *names]
+    try:
+        return load_loop().train(app, args)
+    finally:
+        if dist.is_initialized():
+            leave(PATIENCE_S)
 
 
 def command_line(task: Task, part: Part, config: Path) -> list[str]:
@@ -154,10 +169,24 @@ def read_computed(task: Task) -> Computed:
     """What the folder of `compute` has."""
     again = RunFiles(task.folder)
     held_out = {(line["step"], line["source"]): line for line in again.lines(VALIDATION)}
+    lines = {line["step"]: line for line in again.step_lines()}
     end = task.folder / CHECKPOINTS / step_folder(task.segment.last)
     open_saved(end)
-    lines = {line["step"]: line for line in again.step_lines()}
     return Computed(again.starts, lines, held_out, end, saved_state(end))
+
+
+def read_computed_by(by: Implementation, task: Task) -> Computed:
+    """What the folder has once a file of another implementation has computed in it. Raises
+    UserError for what no run writes."""
+    try:
+        computed = read_computed(task)
+        read_state(saved_checkpoint(computed.end))
+        tensors = digest_of_files(open_saved(computed.end))
+    except UserError as error:
+        raise UserError(f"{by.file}: {error}") from None
+    here = versions() | {"hosts": [socket.gethostname()], "topology": [1, 1, 1]}
+    starts = [here | start for start in computed.starts or [{}]]
+    return replace(computed, starts=starts, state=computed.state | {"tensors": tensors})
 
 
 def mesh_keys(part: Part) -> dict[str, Any]:
@@ -186,7 +215,12 @@ def check_memory(saved: Path, n_local: int) -> None:
 
 def open_saved(path: Path) -> TensorSource:
     """The tensors of a checkpoint. Raises UserError where it is not whole."""
+    return open_checkpoint(saved_checkpoint(path))
+
+
+def saved_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a folder. Raises UserError where it is not whole."""
     checkpoint, why = read_checkpoint(path)
     if checkpoint is None:
         raise UserError(f"{path} is not a whole checkpoint: {why}")
-    return open_checkpoint(checkpoint)
+    return checkpoint

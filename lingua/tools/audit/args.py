@@ -20,6 +20,9 @@ class AuditArgs:
     # `all`: each of three ranks or more computes the same alone; those that differ from most are
     # named
     ranks: Free[Literal["all"] | None] = None
+    # file of Python that computes the steps, in a process that cannot import lingua, such as
+    # apps/onefile/train.py; null: the training program
+    by: Free[str | None] = None
     out: Free[str | None] = None  # file of JSON for the verdict; null: none
     # write the verdict to audit.json in the run's folder, for `lingua runs` and the report
     record: Free[bool] = False
@@ -30,3 +33,7 @@ class AuditArgs:
             yield "expect", "must be the run_hash of a receipt, 32 hexadecimal digits"
         if self.ranks == "all" and not self.run:
             yield "ranks", "must be null with run = false, which computes nothing"
+        if self.by is not None and not self.run:
+            yield "by", "must be null with run = false, which computes nothing"
+        if self.by is not None and self.ranks == "all":
+            yield "by", "must be null with ranks = all: the file computes in one process"

@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +25,7 @@ from lingua.tools.audit.again import PATIENCE_S, Computed, Task, check_memory, c
 from lingua.tools.audit.args import AuditArgs
 from lingua.tools.audit.due import earlier_version
 from lingua.tools.audit.files import RunFiles
+from lingua.tools.audit.independent import Implementation
 from lingua.tools.audit.ranks import Ranks, bits, outliers, reason_of
 from lingua.tools.audit.records import Finding, check_checkpoints, check_expected, check_lines
 from lingua.tools.audit.segments import Segment, choose, segments_of
@@ -42,16 +43,21 @@ def audit(folder: Path, args: AuditArgs, words: Sequence[str], say: Say) -> int:
     if args.ranks == "all" and ranks.n < 3:
         need = "needs three ranks or more, such as torchrun --nproc-per-node 3"
         raise UserError(f"ranks = all: {need}; here is {counted(ranks.n, 'rank')}")
+    by = Implementation.read(args.by) if args.by is not None else None
+    if by is not None and ranks.n > 1:
+        raise UserError(f"by = {args.by}: computes in one process, and here are {ranks.n}")
     wrong = ranks.share("types", lambda: check_types(record))
     verdict = wrong_files([Finding(text, False) for text in wrong], say)
-    verdict = verdict or verdict_on(record, args, words, ranks, say)
+    verdict = verdict or verdict_on(record, args, words, by, ranks, say)
     say(f"verdict: {verdict.text}")
     ranks.gather("end", None)  # the store is rank 0's
     if ranks.rank == 0:
         what = "steps computed again" if args.run else "files"
+        how = ", each rank alone" if args.ranks == "all" else f" by {by.file}" if by else ""
         entry = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "kind": f"{what}, each rank alone" if args.ranks == "all" else what,
+            "kind": what + how,
+            "by": by and asdict(by),
             "verdict": verdict.kind,
             "detail": "; ".join(filter(None, (verdict.detail, *verdict.conditions))),
         }
@@ -71,7 +77,12 @@ def check_types(record: RunFiles) -> list[str]:
 
 
 def verdict_on(
-    record: RunFiles, args: AuditArgs, words: Sequence[str], ranks: Ranks, say: Say
+    record: RunFiles,
+    args: AuditArgs,
+    words: Sequence[str],
+    by: Implementation | None,
+    ranks: Ranks,
+    say: Say,
 ) -> Verdict:
     """The verdict on a run whose files are as a run writes them."""
     segments: list[Segment] = []
@@ -89,9 +100,11 @@ def verdict_on(
         say(f"{record.folder} is running: what it has recorded so far is checked")
     files = ranks.share("files", lambda: check_files(record, args, segments, say))
     verdicts = [Verdict(**files)] if files else []
-    verdicts += compute_all(record, args, segments, words, ranks, say)
+    verdicts += compute_all(record, args, segments, words, by, ranks, say)
     verdict = worst(verdicts)
     conditions += ranks.share("left out", lambda: left_out(record, args, segments))
+    if by is not None:
+        conditions.append(f"by {by}, an independent implementation: it cannot import lingua")
     return replace(verdict, conditions=[*verdict.conditions, *conditions])
 
 
@@ -162,6 +175,7 @@ def compute_all(
     args: AuditArgs,
     segments: Sequence[Segment],
     words: Sequence[str],
+    by: Implementation | None,
     ranks: Ranks,
     say: Say,
 ) -> Iterator[Verdict]:
@@ -177,7 +191,7 @@ def compute_all(
             made = folders.enter_context(TemporaryDirectory(prefix="lingua-audit-"))
         shared = made if separately else ranks.share("folder", lambda: made)
         for i, segment in enumerate(segments):
-            task = Task(segment, record, words, Path(shared, str(i)), args.heldout)
+            task = Task(segment, record, words, Path(shared, str(i)), args.heldout, by)
             verdict = on_ranks(task, ranks)
             say(f"{segment}: {verdict.text}")
             for note in verdict.notes:

@@ -2,14 +2,14 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from lingua.base.dump_dir import VALIDATION
+from lingua.base.dump_dir import METRICS, STATE, VALIDATION
 from lingua.base.errors import UserError
 from lingua.config.values import shorten
 from lingua.monitor.metrics import NOT_CHAINED
@@ -41,6 +41,7 @@ NAMES = {
     "loss": "loss",
     "grad_norm": "gradient norm",
 }
+STATE_KEYS = ("progress", "schedule", "tokens")  # of train_state.json
 EXACT = ("batch_hash", "skipped_steps", "lr", "tokens")
 # Of a start event; bits depend on it.
 START = ("lingua", "torch", "python", "device", "cpu_capability")
@@ -86,6 +87,8 @@ class Apart:
 def compare(task: Task, computed: Computed) -> Verdict:
     """The verdict on a segment that was computed again."""
     segment = task.segment
+    if task.by is not None and (why := next(missing_values(task, computed), None)) is not None:
+        return Verdict(NOT_COMPARED, f"{task.by.file}: {why}")
     decisive, causes = differences(task, computed)
     notes = [*decisive, *causes]
     promises = {part.settings.get("deterministic") for part in segment.parts}
@@ -124,6 +127,18 @@ def compare(task: Task, computed: Computed) -> Verdict:
         why = f"bits are promised, and {'; '.join(causes)}; {ROUNDING}, {how}"
         return Verdict(NOT_COMPARED, why, notes[len(causes) :])
     return Verdict(ROUNDING, how, notes, [INEXACT])
+
+
+def missing_values(task: Task, computed: Computed) -> Iterator[str]:
+    """Yields what of a segment is recorded and was not computed, with its file."""
+    for step, was in recorded_lines(task).items():
+        if (now := computed.lines.get(step)) is None:
+            yield f"{METRICS} has no line of step {step}"
+        for key in NAMES.keys() & was.keys() - (now or {}).keys():
+            yield f"{METRICS}: the line of step {step} has no {key}"
+    for key in STATE_KEYS:
+        if key not in computed.state:
+            yield f"{STATE} of step {task.segment.last} has no {key}"
 
 
 def compare_lines(
@@ -189,7 +204,7 @@ def compare_state(segment: Segment, computed: Computed, exact: bool) -> str | No
     """What differs first between the state of the checkpoint at the end and that computed."""
     assert segment.end is not None
     was, now = saved_state(segment.end), computed.state
-    for key in ("progress", "schedule", "tokens"):
+    for key in STATE_KEYS:
         a, b = was.get(key), now.get(key)
         pairs = {"": (a, b)}
         if isinstance(a, dict) and isinstance(b, dict):
@@ -269,6 +284,8 @@ def differences(task: Task, computed: Computed) -> tuple[list[str], list[str]]:
     for key in ("code", *START, "topology", *["hosts"] * on_own_mesh):
         if key == "cpu_capability" and computed.starts[0].get("device") != "cpu":
             continue  # a GPU computes
+        if key in ("code", "lingua") and task.by is not None:
+            continue  # its code is another, as it should be
         now = dict.fromkeys(str(start.get(key)) for start in computed.starts)
         was = dict.fromkeys(str(s.get(key)) for s in starts if linked or s.get(key) is not None)
         if was and list(was) != list(now):
@@ -278,7 +295,7 @@ def differences(task: Task, computed: Computed) -> tuple[list[str], list[str]]:
     saved = segment.end or segment.start
     data = saved_state(saved).get("data", {}) if saved is not None else {}
     for key, content in data.items():
-        if (here := computed.state["data"].get(key)) != content:
+        if (here := computed.state.get("data", {}).get(key)) != content:
             a, b = (shorten(str(value)) for value in (content, here))
             decisive.append(f"data: {key}: {a} recorded, {b} here")
     for word in task.words:

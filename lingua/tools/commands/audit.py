@@ -3,15 +3,16 @@
     python -m lingua audit runs/debug
     python -m lingua audit runs/debug steps=11..30 device=cpu
     python -m lingua audit runs/debug run=false
+    python -m lingua audit runs/debug by=apps/onefile/train.py
     torchrun --nproc-per-node 2 -m lingua audit runs/debug sample=1
     torchrun --nproc-per-node 3 -m lingua audit runs/debug ranks=all
 
-A segment begins at a checkpoint and is computed by the training program, in a temporary folder (of
-TMPDIR). Each line that the config makes due is compared, held-out losses too, and all tensors with
-those of the next checkpoint. Other keys go to the training program, over the run's own. Nothing is
-written into the run's folder, unless record=true asks for it. Exit code: 0 where all is equal, to
-the bit, or up to rounding where the run did not promise bits; 1 where something differs; 2 where it
-cannot be compared.
+A segment begins at a checkpoint and is computed by the training program, or by a file of another
+implementation, in a temporary folder (of TMPDIR). Each line that the config makes due is compared,
+held-out losses too, and all tensors with those of the next checkpoint. Other keys go to the
+training program, over the run's own. Nothing is written into the run's folder, unless record=true
+asks for it. Exit code: 0 where all is equal, to the bit, or up to rounding where the run did not
+promise bits; 1 where something differs; 2 where it cannot be compared.
 """
 
 import re
