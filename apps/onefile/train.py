@@ -47,7 +47,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim.adamw import adamw
 
 IGNORE = -100  # a target without a loss
-Check, Named = Callable[[], None], dict[str, Tensor]
+Check = Callable[[], None]
+Named = dict[str, Tensor]
 
 
 class Mistake(Exception):
@@ -73,7 +74,7 @@ optim: {lr: 4.0e-3, weight_decay: 0.1, beta1: 0.9, beta2: 0.95, epsilon: 1.0e-08
   on_nonfinite: stop, muon: {momentum: 0.95, nesterov: true, ns_steps: 5, rms: 0.2, dtype: bf16}},
 distributed: {rendezvous_s: 600.0, timeout_s: 1800.0, step_timeout_s: 240.0, grad_sync: null,
   reshard: always, threads: null, model_dtype: null, matmul_allow_tf32: false},
-checkpoint: {dump: {every: 100, keep: 2, every_minutes: 30.0}, on_error: continue, verify: full},
+checkpoint: {dump: {every: 100, keep: 2, every_minutes: null}, on_error: continue, verify: full},
 validation: {every: 0, bytes: 200000, tokens: null}, probe: {every: 1}, logging: {freq: 10},
 profiling: {mem_warmup: 0, mem_steps: 2, profile_warmup: 10, profile_steps: 2}}
 """
@@ -248,7 +249,7 @@ def open_source(name: str, c: Any, saved: dict[str, str]) -> Source:
 
 def open_shards(folder: Path, manifest: dict[str, Any]) -> Source:
     """Of each shard files of tokens and int64 [documents, 3]: tokens, bytes, hash of the text."""
-    tokenizer, train, held_out = manifest["tokenizer"], [], []
+    tokenizer, train, held_out = manifest["tokenizer"], list[np.ndarray](), list[Any]()
     for name in [shard["name"] for shard in manifest["shards"]]:
         paths = (folder / f"{name}.{split}.tokens" for split in ("train", "heldout"))
         dtype, table = manifest["dtype"], np.fromfile(folder / f"{name}.heldout.documents", "<i8")
@@ -278,8 +279,8 @@ def open_bin(name: str, paths: list[str], tokenizer: dict[str, Any]) -> Source:
     for file in files:
         begins = list[int]()
         for at in range(0, len(file), min(max(len(file) // 4096, 1024), 2**16)):
-            ends = np.flatnonzero(file[at - 1 : at - 1 + 2**20] == eos) if at and eos else []
-            begins.append(at + int(ends[0]) if len(ends) else at)
+            ends = np.flatnonzero(file[at - 1 : at - 1 + 2**20] == eos)[: min(at, 1)]
+            begins.append(at + int(ends.sum()))  # of one number, or of none
         for begin, end in pairwise([*begins, len(file)]):
             hashed, number = mix(number, 0x9E3779B97F4A7C15), number + 1
             if hashed < 2**32 // 50:
@@ -309,8 +310,8 @@ class Rows:
     def row(self, position: int) -> np.ndarray:
         """Tokens [seq_len + 1]."""
         (block, place), places, seq_len = divmod(position, self.block), self.block, self.seq_len
-        ends = (block * self.block, (block + 1) * self.block)
-        first, last = ([n * total // self.sums[-1] for total in self.sums] for n in ends)
+        blocks = (block * self.block, (block + 1) * self.block)
+        first, last = ([n * total // self.sums[-1] for total in self.sums] for n in blocks)
         for s in range(len(self.sources)):
             before = first[s + 1] - first[s]  # rows of the source in the blocks before
             quota = last[s + 1] - last[s] - before  # of the places that are left
@@ -330,7 +331,7 @@ class Rows:
         return tokens
 
     def step(self, position: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """The micro-batches of the G rows from `position` on: tokens and targets, int64 R S, and the
+        """The micro-batches of the G rows from `position` on: tokens and targets, int64 R S, and a
         hash of the rows. Rounding depends on R, so all have as many; padding has no targets."""
         c, size, seq_len = self.c, self.c.data.global_batch_size, self.seq_len
         n = c.grad_acc_steps or -(-size // c.data.batch_size)
@@ -444,7 +445,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The sum of the losses in nats, float32 [1]; tokens and targets are int64 B S."""
-        head_dim, device = self.layers[0].attention.head_dim, tokens.device
+        head_dim, device = self.m.head_dim or self.m.dim // self.m.n_heads, tokens.device
         pair = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
         position = torch.arange(tokens.shape[1], device=device).float()
         angle = position[:, None] * (1.0 / self.m.rope_theta ** (pair / head_dim))
@@ -546,11 +547,11 @@ def update(tensors: Named, grads: Named, groups: Any, c: Any, lr: float, divisor
         # Of a CPU tensor the kernel rounds the end, which fills no vector, in another way. For the
         # same bits on any mesh it gets copies without such an end.
         used = [F.pad(t.flatten(), (0, -t.numel() % 16)) if pad else t for t in live]
+        weights, gradients, means, squares = (used[i * n : i * n + n] for i in range(4))
         adamw(
-            *(used[i * n : i * n + n] for i in range(4)), [], steps, fused=True, amsgrad=False,
-            grad_scale=divisor, found_inf=(~divisor.isfinite()).float(), lr=lr,
+            weights, gradients, means, squares, [], steps, fused=True, grad_scale=divisor,
+            found_inf=(~divisor.isfinite()).float(), amsgrad=False, maximize=False, lr=lr,
             beta1=c.optim.beta1, beta2=c.optim.beta2, weight_decay=decay, eps=c.optim.epsilon,
-            maximize=False,
         )  # fmt: skip
         for t, copy in zip(live, used, strict=True) if pad else ():
             t.copy_(copy[: t.numel()].view_as(t))
@@ -593,9 +594,9 @@ def grad_norm(grads: list[Tensor], exact: bool) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------- checkpoint
-# A folder a step: DCP's files of model.NAME and optim.STATE.NAME, train_state.json, config.yaml, and
-# a manifest with sizes and checksums. Written under another name and renamed last, it is whole or
-# not there. Nothing that is read is executed.
+# A folder a step: DCP's files of model.NAME and optim.STATE.NAME, train_state.json, config.yaml and
+# a manifest of sizes and checksums. Written under another name and renamed last, it is whole or not
+# there. Nothing that is read is executed.
 
 ALLOWED = {  # what DCP's .metadata may refer to
     "torch.distributed.checkpoint.filesystem": "_StorageInfo", "collections": "OrderedDict",
@@ -630,7 +631,7 @@ def hash_of(manifest: dict[str, Any]) -> str:
 
 
 def entry_of(path: Path) -> dict[str, Any]:
-    hashed = xxhash.xxh3_64_hexdigest(np.memmap(path, "u1", "r"))
+    hashed = xxhash.xxh3_64_hexdigest(np.memmap(path, "u1", "r").data)
     return {"size": path.stat().st_size, "xxh3_64": hashed}
 
 
@@ -725,7 +726,8 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
     """The run of a config by dotted key, from its newest checkpoint on."""
     seconds, folder, state = config.pop("seconds"), Path(config["dump_dir"]), dict[str, Any]()
     root = folder / "checkpoints"
-    _, newest = (checkpoints(root, verify=True) or [(0, None)])[-1]
+    found = checkpoints(root, verify=True)
+    newest = found[-1][1] if found else None
     if newest is not None:
         state = json.loads((newest / "train_state.json").read_bytes())
     elif any(root.glob("[0-9]" * 10)):
@@ -784,11 +786,12 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
             f.write(json.dumps(line | {"created_at": datetime.now(UTC).isoformat()}) + "\n")
 
     for file in folder.glob("metrics*.jsonl"):  # without the lines of steps that are undone
-        lines = [text for text in file.read_text("utf-8").splitlines() if text.endswith("}")]
-        kept = [t for t in lines if json.loads(t).get("step", 0) <= progress["step"]]
+        whole = [text for text in file.read_text("utf-8").splitlines() if text.endswith("}")]
+        kept = [t for t in whole if json.loads(t).get("step", 0) <= progress["step"]]
         file.write_text("".join(f"{t}\n" for t in kept), "utf-8")
     (folder / "config.yaml").write_text(text)
-    about = {"topology": [1, 1, 1], "config": text, "device": device.type}
+    name = torch.cuda.get_device_name() if is_cuda else "cpu"
+    about = {"topology": [1, 1, 1], "config": text, "device": name}
     write("metrics.jsonl", {"event": "start", "step": progress["step"], **about, **VERSIONS})
 
     # ---- the parts of a step
@@ -806,9 +809,10 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
     def save_step() -> None:
         progress["trained_s"] = time.monotonic() - began
         saved = {
-            "progress": progress, "tokens": progress["position"] * c.data.seq_len,
-            "schedule": {"step": progress["step"], "lr": rate()}, "data": content, "topology": [1, 1, 1],
-            "versions": VERSIONS, "param_groups": [{"weight_decay": w, "param_names": names} for w, names in groups],
+            "progress": progress, "tokens": progress["position"] * c.data.seq_len, "data": content,
+            "schedule": {"step": progress["step"], "lr": rate()}, "topology": [1, 1, 1],
+            "param_groups": [{"weight_decay": w, "param_names": names} for w, names in groups],
+            "versions": VERSIONS,
         }  # fmt: skip
         save(root, tensors, saved, text, check_lock)
         keep = c.checkpoint.dump.keep  # one with a mark of lingua's stays
@@ -819,7 +823,7 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
     # ---- the loop
     signals = list[int]()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, lambda n, _: signals.append(n) or print("stopping after this step"))
+        signal.signal(number, lambda number, frame: signals.append(number))
     end, step_tokens = min(c.steps, c.stop_at or c.steps), c.data.global_batch_size * c.data.seq_len
     n_parameters, exact = sum(p.numel() for p in named.values()), c.deterministic == "mesh"
     limit = "" if seconds is None else f", for {seconds:g} s: on another machine it is another run"
@@ -835,9 +839,9 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
             losses.append(loss.detach())
             hashed += rows_hash
             for name, p in named.items() if exact else ():  # in float64, and rounded once
-                totals[name] = totals.get(name, 0.0) + p.grad.double()
-                p.grad = None
-        grads = {name: totals[name].float() if exact else p.grad for name, p in named.items()}
+                grad: Any = p.grad
+                totals[name], p.grad = totals.get(name, 0) + grad.double(), None
+        grads: Any = {n: totals[n].float() if exact else p.grad for n, p in named.items()}
         norm, lr = grad_norm(list(grads.values()), exact), rate()
         divisor = torch.where(norm.isfinite(), ((norm + 1e-6) / c.optim.clip).clamp(min=1.0), norm)
         update(tensors, grads, groups, c, lr, divisor)
@@ -867,14 +871,14 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
         due = step == c.steps or (c.validation.every > 0 and step % c.validation.every == 0)
         if due or (over and not signals):
             held_out, lines = validate(c, rows, loss_of)
-            for line in lines if due or seconds is not None else []:
-                write("metrics.validation.jsonl", {"step": step, **line})
+            for of_source in lines if due or seconds is not None else []:
+                write("metrics.validation.jsonl", {"step": step, **of_source})
         dump, since_s = c.checkpoint.dump, time.monotonic() - saved_at
         overdue = 0 < 60 * (dump.every_minutes or 0) <= since_s
         if over or overdue or (dump.every > 0 and step % dump.every == 0):
             save_step()
             saved_at = time.monotonic()
-    print(held_out or "held-out: not measured")
+    print(held_out or f"stopped after step {progress['step']}: the same command goes on")
 
 
 @torch.no_grad()
@@ -904,7 +908,7 @@ def validate(c: Any, rows: Rows, loss_of: Callable[..., Tensor]) -> tuple[str, l
         total = math.fsum(sums)
         line = {"source": source.name, "nats_per_token": total / n, "tokens": n, "text": text}
         if known:
-            bits = total / known / math.log(2)
+            bits = total / known / torch.tensor(2.0).log().item()
             line |= {"nats_per_byte": total / known, "bits_per_byte": bits, "bytes": known}
         lines.append(line)
         nats, n_tokens, n_bytes = nats + total, n_tokens + n, n_bytes + (known or 0)
