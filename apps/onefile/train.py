@@ -66,7 +66,7 @@ device: auto, deterministic: false, # true, or mesh: the same bits as on any num
 data: {root_dir: data, cache_dir: null, sources: {}, source_files: {}, seq_len: 256, batch_size: 16,
   global_batch_size: null, add_bos: true, add_eos: true, workers: 1, on_bad_record: stop,
   tokenizer: {name: bytes, path: null, bos: null, eos: null}},
-model: {dim: 128, n_layers: 4, head_dim: null, n_heads: 4, n_kv_heads: null, multiple_of: 32,
+model: {dim: 128, n_layers: 4, head_dim: 32, n_heads: null, n_kv_heads: null, multiple_of: 32,
   ffn_dim_multiplier: null, norm_eps: 1.0e-05, rope_theta: 10000.0, init_base_std: null,
   init_std_factor: disabled, attn_impl: auto, vocab_size: -1, weight_tying: false},
 optim: {lr: 4.0e-3, weight_decay: 0.1, beta1: 0.9, beta2: 0.95, epsilon: 1.0e-08, clip: 1.0,
@@ -75,7 +75,7 @@ optim: {lr: 4.0e-3, weight_decay: 0.1, beta1: 0.9, beta2: 0.95, epsilon: 1.0e-08
 distributed: {rendezvous_s: 600.0, timeout_s: 1800.0, step_timeout_s: 240.0, grad_sync: null,
   reshard: always, threads: null, model_dtype: null, matmul_allow_tf32: false},
 checkpoint: {dump: {every: 100, keep: 2, every_minutes: null}, on_error: continue, verify: full},
-validation: {every: 0, bytes: 200000, tokens: null}, probe: {every: 1}, logging: {freq: 10},
+validation: {every: 0, bytes: 200000, tokens: null}, probe: {every: null}, logging: {freq: 10},
 profiling: {mem_warmup: 0, mem_steps: 2, profile_warmup: 10, profile_steps: 2}}
 """
 FIXED = """
@@ -226,13 +226,17 @@ def open_source(name: str, c: Any, saved: dict[str, str]) -> Source:
     the one of the fingerprints `saved`. Raises Mistake."""
     cache, found = Path(c.data.cache_dir or Path(c.data.root_dir, ".tokens")), list[Source]()
     marks = c.data.add_bos, c.data.add_eos
-    for path in sorted(cache.glob(f"{name}-*/*.json")):
+    for path in sorted(cache.glob("*/*.json")):
+        if path.parent.name.rpartition("-")[0] != name:
+            continue
         about = json.loads(path.read_text(encoding="utf-8"))
-        if about.get("tokenizer", {}).get("name") != c.data.tokenizer.name:
+        if about.get("tokenizer", {}).get("name") != c.data.tokenizer.name or about.get("chat"):
             continue
         if path.name == "files.json":
-            files = [file["full"] for file in about["files"]]
-            found.append(open_bin(name, files, about["tokenizer"]))
+            source = open_bin(name, [file["full"] for file in about["files"]], about["tokenizer"])
+            if source.fingerprint != about["fingerprint"]:
+                raise Mistake(f"data.sources.{name}: {path}: files of another form, or changed")
+            found = [other for other in found if other.fingerprint != source.fingerprint] + [source]
         elif [about[key] for key in ("source", "add_bos", "add_eos")] == [name, *marks]:
             found.append(open_shards(path.parent, about))
     fitting = [s for s in found if s.fingerprint == saved.get(f"data.content.{name}")]
@@ -250,9 +254,13 @@ def open_source(name: str, c: Any, saved: dict[str, str]) -> Source:
 def open_shards(folder: Path, manifest: dict[str, Any]) -> Source:
     """Of each shard files of tokens and int64 [documents, 3]: tokens, bytes, hash of the text."""
     tokenizer, train, held_out = manifest["tokenizer"], list[np.ndarray](), list[Any]()
-    for name in [shard["name"] for shard in manifest["shards"]]:
-        paths = (folder / f"{name}.{split}.tokens" for split in ("train", "heldout"))
+    for shard in manifest["shards"]:
+        name = shard["name"]
+        paths = [folder / f"{name}.{split}.tokens" for split in ("train", "heldout")]
         dtype, table = manifest["dtype"], np.fromfile(folder / f"{name}.heldout.documents", "<i8")
+        for path, split in zip(paths, (shard["train"], shard["heldout"]), strict=True):
+            if path.stat().st_size != split["tokens"] * np.dtype(dtype).itemsize:
+                raise Mistake(f"{path}: has not the size that its manifest says; prepare it again")
         of_split = [np.memmap(p, dtype, "r") if p.stat().st_size else np.empty(0) for p in paths]
         sizes, n_bytes, hashes = table.reshape(-1, 3).T
         texts = np.split(of_split[1], sizes.cumsum())[:-1]
@@ -267,6 +275,9 @@ def open_shards(folder: Path, manifest: dict[str, Any]) -> Source:
 def open_bin(name: str, paths: list[str], tokenizer: dict[str, Any]) -> Source:
     """Files of uint16 tokens. One block in 50 is held out, by a hash of its number: from the first
     document that begins in it up to the first of the next block."""
+    for path in paths:
+        if (size := Path(path).stat().st_size) == 0 or size % 2:
+            raise Mistake(f"data.sources.{name}: {path}: has {size} bytes, which is no uint16")
     files, samples = [np.memmap(path, "<u2", "r") for path in paths], list[np.ndarray]()
     for file in files:
         n = min(4096, len(file))
@@ -275,24 +286,29 @@ def open_bin(name: str, paths: list[str], tokenizer: dict[str, Any]) -> Source:
     tokenizer = {"fingerprint": "", "bos_id": None, "eos_id": None} | tokenizer
     tokenizer.setdefault("vocab_size", 1 + max(int(file.max()) for file in files))
     eos = tokenizer["eos_id"] if any((s == tokenizer["eos_id"]).any() for s in samples) else None
-    train, held, number = list[np.ndarray](), list[tuple[int, int, np.ndarray]](), 0
+    blocks = list[tuple[int, int, np.ndarray]]()  # in order: hash, number, tokens
     for file in files:
-        begins = list[int]()
-        for at in range(0, len(file), min(max(len(file) // 4096, 1024), 2**16)):
-            ends = np.flatnonzero(file[at - 1 : at - 1 + 2**20] == eos)[: min(at, 1)]
-            begins.append(at + int(ends.sum()))  # of one number, or of none
-        for begin, end in pairwise([*begins, len(file)]):
-            hashed, number = mix(number, 0x9E3779B97F4A7C15), number + 1
-            if hashed < 2**32 // 50:
-                held.append((hashed, number, file[begin:end]))
-            elif end > begin:
-                train.append(file[begin:end])
-    blocks = [block for *_, block in sorted(held, key=lambda block: block[:2])]
-    texts = [t for b in blocks for t in np.split(b, np.flatnonzero(b == eos) + 1) if len(t)]
+        starts = range(0, len(file), min(max(len(file) // 4096, 1024), 2**16))
+        for begin, end in pairwise([*(next_document(file, at, eos) for at in starts), len(file)]):
+            blocks.append((mix(len(blocks), 0x9E3779B97F4A7C15), len(blocks), file[begin:end]))
+    held = sorted(block for block in blocks if block[0] < 2**32 // 50)
+    held = held or sorted(blocks)[: len(blocks) >= 50]  # one at least of 50
+    kept = {number for _, number, _ in held}
+    train = [tokens for _, number, tokens in blocks if number not in kept and len(tokens)]
+    texts = [t for *_, b in held for t in np.split(b, np.flatnonzero(b == eos) + 1) if len(t)]
     xxh3, pairs = xxhash.xxh3_128_hexdigest, zip(files, samples, strict=True)
     content = [eos, *([len(file), xxh3(b""), xxh3(sample.data)] for file, sample in pairs)]
     fingerprint = hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
     return Source(name, fingerprint, tokenizer, train, [(0, 0, text) for text in texts], eos)
+
+
+def next_document(file: np.ndarray, at: int, eos: int | None) -> int:
+    """Where the first document from token `at` on begins; `at` where a million tokens have none."""
+    for first in range(at, min(len(file), at + 2**20), 4096) if at and eos is not None else ():
+        ends = np.flatnonzero(file[first - 1 : min(first + 4095, len(file) - 1)] == eos)
+        if len(ends):
+            return first + int(ends[0])
+    return at
 
 
 class Rows:
@@ -746,12 +762,17 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
     }.items():
         config[key] = value if config[key] in (None, -1) else config[key]
     c, text = namespace(config), yaml.safe_dump(nested(config), sort_keys=False)
+    n_rows, limit = c.data.global_batch_size, c.data.batch_size
+    if c.grad_acc_steps not in (None, *range(-(-n_rows // limit), n_rows + 1)):
+        raise Mistake(f"grad_acc_steps = {c.grad_acc_steps}: does not fit the global batch size")
     content = {f"data.content.{source.name}": source.fingerprint for source in sources}
     content["data.tokenizer.content"] = sources[0].tokenizer["fingerprint"]
     if newest is not None:
         before = flat(yaml.safe_load((newest / "config.yaml").read_bytes())) | saved_data
-        now = {key: value for key, value in (config | content).items() if GUARDED.match(key)}
-        if changed := [key for key, value in now.items() if before.get(key) != value]:
+        sums = ("data.batch_size", "distributed.threads") if c.deterministic == "mesh" else ()
+        values = (config | content).items()
+        now = {key: value for key, value in values if GUARDED.match(key) or key in sums}
+        if changed := [key for key, value in now.items() if before.get(key, value) != value]:
             raise Mistake(f"{newest}: has another {', '.join(changed)}; use another dump_dir")
 
     # ---- model, and the state it continues from
@@ -774,7 +795,8 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
     spared = [name for name in named if "norm." in name or name.startswith("tok_embeddings")]
     groups = [(c.optim.weight_decay, [n for n in named if n not in spared]), (0.0, spared)]
     if newest is not None:
-        dcp.load(tensors, storage_reader=Reader(newest), no_dist=True)
+        (reader := Reader(newest)).read_metadata()  # a Mistake in it would be one of torch's
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
         print(f"resuming {newest}")
     at_start = {"step": 0, "position": 0, "skipped_steps": 0, "trained_s": 0.0}
     progress = at_start | state.get("progress", {})
@@ -783,13 +805,22 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
     def write(file: str, line: dict[str, Any]) -> None:
         check_lock()
         with (folder / file).open("a", encoding="utf-8") as f:
-            f.write(json.dumps(line | {"created_at": datetime.now(UTC).isoformat()}) + "\n")
+            now = {"created_at": datetime.now(UTC).isoformat()}  # JSON has no NaN and no infinity
+            f.write(re.sub(r"\b(NaN|-?Infinity)\b", "null", json.dumps(line | now)) + "\n")
+
+    def replace(path: Path, content: bytes) -> None:  # also where it is killed in between
+        (copy := path.with_name(f"{path.name}.tmp")).write_bytes(content)
+        copy.replace(path)
 
     for file in folder.glob("metrics*.jsonl"):  # without the lines of steps that are undone
-        whole = [text for text in file.read_text("utf-8").splitlines() if text.endswith("}")]
-        kept = [t for t in whole if json.loads(t).get("step", 0) <= progress["step"]]
-        file.write_text("".join(f"{t}\n" for t in kept), "utf-8")
-    (folder / "config.yaml").write_text(text)
+        kept, whole = list[bytes](), file.read_bytes().splitlines(keepends=True)
+        for entry in (entry for entry in whole if entry.endswith(b"\n")):
+            with suppress(ValueError):  # a torn one
+                kept += [entry] if json.loads(entry).get("step", 0) <= progress["step"] else []
+        replace(file, b"".join(kept))
+    for path in root.glob("[0-9]*.tmp-*"):  # a save that did not end
+        rmtree(path)
+    replace(folder / "config.yaml", text.encode())
     name = torch.cuda.get_device_name() if is_cuda else "cpu"
     about = {"topology": [1, 1, 1], "config": text, "device": name}
     write("metrics.jsonl", {"event": "start", "step": progress["step"], **about, **VERSIONS})
@@ -865,7 +896,7 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
                 "skipped_steps": progress["skipped_steps"],
             }  # fmt: skip
             write("metrics.jsonl", line)
-            print(f"step {step}: loss {line['loss']:.4f}, norm {float(norm):.3f}, rate {lr:.2e}, "
+            print(f"step {step}: loss {line['loss']}, norm {line['grad_norm']}, rate {lr:.3g}, "
                   f"{speed:,.0f} tokens/s", flush=True)  # fmt: skip
             shown_step, shown_at = step, time.monotonic()
         due = step == c.steps or (c.validation.every > 0 and step % c.validation.every == 0)
@@ -922,6 +953,6 @@ if __name__ == "__main__":
         Path(given["dump_dir"]).mkdir(parents=True, exist_ok=True)
         with locked(Path(given["dump_dir"])) as still_locked:
             train(given, still_locked)
-    except Mistake as mistake:
+    except (Mistake, OSError) as mistake:
         print(f"onefile: {mistake}", file=sys.stderr)
         sys.exit(2)
