@@ -28,6 +28,7 @@ from apps.main.transformer import build
 from lingua.base.dump_dir import METRICS
 from lingua.base.errors import UserError
 from lingua.model.args import AttnImpl
+from lingua.model.head import CHUNK_BYTES
 from lingua.parallel.init import init_parameters
 from lingua.tools.check import numbers as check
 from lingua.tools.check.rates import median_s
@@ -72,7 +73,8 @@ def attention(s: Setting) -> str:
 
 def loss(s: Setting) -> str:
     """The head and its loss at llama_1B's sizes, beside torch's of all logits."""
-    sizes, texts = (640, 16, 131072) if s.small else (16384, 2048, 128256), list[str]()
+    chunk, texts = CHUNK_BYTES // (4 * 131072), list[str]()  # positions of a small size
+    sizes = (chunk + chunk // 4, 16, 131072) if s.small else (16384, 2048, 128256)
     for dtype, compiled in product((torch.bfloat16, torch.float32), (False, True)[: 1 + s.compile]):
         torch.compiler.reset()
         name, case = f"{dtype}{', compiled' * compiled}", check.LossCase(*sizes, compiled)

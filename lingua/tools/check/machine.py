@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lingua.base.format import align, counted, printable
+from lingua.model.head import CHUNK_BYTES
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.heartbeat import ABORT_S, Heartbeat
 from lingua.parallel.launch import detect_launch, pick_device, start
@@ -55,7 +56,8 @@ def parts(device: torch.device, kind: Device | None, folder: Path) -> list[Part]
     dtype = torch.bfloat16 if on_cuda else torch.float32
     size, copied, reduced = (8192, 1 << 30, 1 << 28) if on_cuda else (1024, 1 << 26, 1 << 24)
     heads = (8, 2, 128, 1024) if on_cuda else (4, 2, 64, 256)
-    loss = numbers.LossCase(*((4096, 1024, 32768) if on_cuda else (512, 128, 1024)))
+    chunk = CHUNK_BYTES // (4 * 32768)  # positions
+    loss = numbers.LossCase(*((2 * chunk, 1024, 32768) if on_cuda else (512, 128, 1024)))
     flops = copies = links = 0.0, inf
     if kind is not None:  # from the rates at which a step takes as long as a plan allows
         peak, memory = kind.bf16_flops / 1e12 if on_cuda else kind.fp32_tflops, kind.memory_gb_per_s
