@@ -26,10 +26,10 @@ from lingua.base.errors import UserError
 from lingua.base.format import human_bytes
 from lingua.data import IGNORE
 
-# float32 logits that a rank computes at a time. The product of each chunk reads and writes the whole
-# float32 gradient of the matrix: on an H200 16,384 positions of 2,048 by 128,256 tokens take 48.9 ms
-# and 2.02 GiB by chunks of this size, 59.7 ms and 1.78 GiB by half of it, 45.6 ms and 2.51 GiB by
-# twice as much.
+# float32 logits that a rank computes at a time. Each chunk's product reads and writes the whole
+# float32 gradient of the matrix: on an H200, 16,384 positions of 2,048 features and 128,256 tokens
+# take 48.9 ms and 2.02 GiB by chunks of this size, 59.7 ms and 1.78 GiB by half of it, 45.6 ms and
+# 2.51 GiB by twice as much.
 CHUNK_BYTES = 1 << 29
 TILE = 128  # rows of a matrix that a kernel multiplies at once: a part of them takes as long
 

@@ -155,9 +155,8 @@ def trunc_normal_(weight: Tensor, std: float) -> None:
     Zeros where `std` is 0. The bits of torch's own trunc_normal_ depend on its version."""
     nn.init.normal_(weight, std=std)
     while bool((beyond := weight.abs() > 3 * std).any()):
-        weight.copy_(
-            torch.where(beyond, nn.init.normal_(torch.empty_like(weight), std=std), weight)
-        )
+        again = nn.init.normal_(torch.empty_like(weight), std=std)
+        weight.copy_(torch.where(beyond, again, weight))
 
 
 def init_projections(

@@ -1,21 +1,25 @@
 """Initial values: a function of seed, parameter name and index, whatever the topology."""
 
+import hashlib
 import math
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
 from torch import Tensor, nn
 
 from lingua.base.errors import UserError
+from lingua.model.transformer import trunc_normal_
 from lingua.parallel import init
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.parallelize import parallelize_model
+from lingua.parallel.tensors import local
 from tests.mistakes import refused
 
 CPU = torch.device("cpu")
@@ -81,6 +85,41 @@ def test_values_have_the_distribution_that_was_asked_for(fill, law):
     score = (values - values.mean()) / values.std()
     for lag in (1, 2, 200):  # neighbours in a row and in a column
         assert abs((score[lag:] * score[:-lag]).mean()) < 4 / math.sqrt(len(values))
+
+
+def normal_draw(seed: int, name: str, draw: int, n: int) -> np.ndarray:
+    """Of the first n elements, by numpy: SplitMix64 over blake2b's key, then Box and Muller."""
+    text = f"{seed}\0{name}\0{draw}".encode()
+    key = np.frombuffer(hashlib.blake2b(text, digest_size=8).digest(), np.uint64)
+    x = np.arange(n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    x ^= x >> np.uint64(31)
+    high, low = (x >> np.uint64(32)) + 0.5, (x & np.uint64(0xFFFFFFFF)).astype(float)
+    return np.sqrt(-2 * np.log(high / 2**32)) * np.cos(2 * np.pi / 2**32 * low)
+
+
+class Truncated(Filled):
+    def __init__(self) -> None:
+        super().__init__((1000, 7), lambda w: trunc_normal_(w, 0.5))
+
+
+def truncated_shard() -> Tensor:
+    mesh = start(CPU, detect_launch(), DistributedArgs(dp_shard=3))
+    with torch.device("meta"):
+        model = Truncated()
+    parallelize_model(model, mesh, None, DistributedArgs())
+    init_parameters(model, 7, CPU)
+    return local(model.weight).detach()
+
+
+def test_a_truncated_normal_is_each_elements_first_draw_within_three_deviations(ranks):
+    draws = np.stack([normal_draw(7, "weight", draw, 7000) for draw in range(4)])
+    within = np.abs(draws) <= 3
+    assert 5 < (~within[0]).sum() < 40 and within.any(0).all()  # 0.27 % are drawn again
+    expected = torch.from_numpy(0.5 * draws[within.argmax(0), range(7000)]).float().view(1000, 7)
+    for found in (initialised(Truncated(), 7)["weight"], torch.cat(ranks.run(3, truncated_shard))):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_modules_run_before_what_holds_them():
