@@ -51,7 +51,7 @@ class LiveMemory:
 
     def watch(self, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
         """Tell the forward passes of a model from other work, the head from the rest, and the
-        blocks from what is outside."""
+        blocks, which are all modules that may be compiled, from what is outside."""
         model.register_forward_pre_hook(lambda m, x: self._begin())
         for module in model.modules():
             if module is model or isinstance(module, Head):
@@ -89,8 +89,7 @@ class LiveMemory:
 
     @property
     def place(self) -> Place:
-        """What runs now. Of a backward pass all is taken to be the blocks': what the head needs is
-        computed in its forward pass."""
+        """What runs now. Of a backward pass all is taken to be the blocks'."""
         if any(name.startswith("FSDP::") for name in self._fsdp):
             return "fsdp"
         if self._n_float8:

@@ -190,7 +190,7 @@ def _time(plan: Plan, device: Device, times: Times) -> Iterator[str]:
         "data never waits",
     ]
     if plan.compiled:
-        facts.append("compiled blocks move half the bytes in half the launches")
+        facts.append("compiled blocks move a third of the bytes in a third of the launches")
     if plan.args.data.document_mask != "none":
         facts.append("documents are as long as the rows")
     yield from wrap("assumed: " + "; ".join(facts), 80, subsequent_indent="  ")

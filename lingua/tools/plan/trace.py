@@ -22,7 +22,7 @@ from lingua.model.attention import choose_attention
 from lingua.monitor.collectives import CollectiveCounter
 from lingua.parallel.mesh import AXES
 from lingua.parallel.parallelize import parallelize_model
-from lingua.parallel.plan import ParallelPlan, blocks_of
+from lingua.parallel.plan import ParallelPlan, find_modules
 from lingua.parallel.tensors import as_shard, local
 from lingua.parallel.torch_private import OpOverload, is_traceable_wrapper_subclass_type, schema
 from lingua.run.args import RunArgs
@@ -174,7 +174,8 @@ def trace(app: App, args: RunArgs, sizes: tuple[int, int, int], device: str) -> 
         model = parallelize_model(built.module, mesh, built.plan, args.distributed, args.exact)
         modes.enter_context(_kernels_of(device))
         memory = LiveMemory(BLOCK_BYTES if device == "cuda" else 1)
-        memory.watch(model, blocks_of(model, built.plan or ParallelPlan()))
+        plan = built.plan or ParallelPlan()
+        memory.watch(model, find_modules(model, (*plan.blocks, *plan.compiled)).values())
         modes.enter_context(training_on_meta())
         modes.enter_context(memory.resizes())
         operators = modes.enter_context(_Operators(mesh, memory))

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import flop_registry
 from lingua.parallel.torch_private import OpOverload, schema
 from lingua.tools.torch_private import ADD_PRODUCT
 
-# What a kernel is of: FSDP, attention, a product in float8 with its casts, the rest of a block,
-# which may be compiled as those casts may, or neither.
+# What a kernel is of: FSDP, attention, a product in float8 with its casts, the rest of a block or
+# of the head, which may be compiled as those casts may, or neither.
 Place = Literal["fsdp", "block", "attention", "float8", "outside"]
 
 
@@ -26,6 +26,8 @@ class Kernel(NamedTuple):
     place: Place
 
 
+# Operators in place that only write, or that change a few elements.
+_ONLY_WRITE = ("copy", "fill", "zero", "scatter", "index", "normal", "uniform")
 # Collectives, marks of the profiler, and questions about a tensor.
 _NO_KERNEL = ("c10d", "_c10d_functional", "_dtensor", "profiler", "prim")
 
@@ -48,6 +50,10 @@ class KernelCounter:
             size = outputs[0].element_size() if outputs else 4
             tensors = {id(t): t for t in tensors_in((args, kwargs, outputs))}
             n_bytes = sum(t.nbytes for t in tensors.values())
+            names = [argument.name for argument in schema(func).arguments]
+            given = dict(zip(names, args, strict=False)) | kwargs
+            changed = [value for name, value in given.items() if name in _changed(func)]
+            n_bytes += sum(t.nbytes for t in tensors_in(changed))
             self.kernels[Kernel(0, 0, 0, place)] += 1
             if flops:
                 size = list(tensors_in(args))[1].element_size()
@@ -61,6 +67,14 @@ class KernelCounter:
 def _is_kernel(func: OpOverload) -> bool:
     free = func.namespace == "aten" and ("empty" in str(func) or "_unsafe_view" in str(func))
     return not (func.namespace in _NO_KERNEL or free)
+
+
+@cache
+def _changed(func: OpOverload) -> frozenset[str]:
+    """Names of the arguments that an operator in place both reads and writes."""
+    if not func.overloadpacket.__name__.endswith("_") or any(n in str(func) for n in _ONLY_WRITE):
+        return frozenset()
+    return frozenset(a.name for a in schema(func).arguments if a.is_write)
 
 
 @cache
