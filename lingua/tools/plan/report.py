@@ -89,7 +89,7 @@ class Plan:
             "needs_gib": self.needs_gib,
             "fits": self.fits,
             "collectives": traced.collectives,
-            "times": None if times is None else asdict(times) | {"range": times.range},
+            "times": None if times is None else asdict(times),
             "tokens_per_day": None if times is None else self.step_tokens / times.step * DAY_S,
             "checkpoint": {"bytes": self.checkpoint_bytes, **self.save()},
         }
