@@ -4,6 +4,7 @@ The model has its initial weights, since speed does not depend on what they are.
 same prompts greedily with a cache. Equal tokens show that they do the same work.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,10 @@ from lingua.tools.exchange.convert import ConvertArgs, convert
 BATCHES, PROMPT_TOKENS = (1, 32), 64
 
 
-def measure(keys: list[str], repeats: int) -> Report:
+def measure(
+    keys: list[str], repeats: int, seen: Callable[[dict[str, Any]], object] = lambda row: None
+) -> Report:
+    """`seen` is called with each row as it is measured."""
     args = read_config(keys)
     device = pick_device(args.device, detect_launch())
     args.distributed.compile = False
@@ -74,6 +78,7 @@ def measure(keys: list[str], repeats: int) -> Report:
         ours, theirs = (torch.tensor(turns[side].results[-1]) for side in sides)
         equal = (ours == theirs).float().mean().item()
         rows.append({"batch": n, **speed, "ratio": ratio, "equal tokens": equal})
+        seen(rows[-1])
     dtype = str(args.distributed.dtype)[6:]
     about = f"prompts of {PROMPT_TOKENS} tokens, {n_new} new ones, greedy, {dtype}; {repeats} turns"
     return Report(rows, ["here, transformers: new tokens per second", about])

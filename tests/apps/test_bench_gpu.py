@@ -4,13 +4,15 @@ import json
 import math
 import os
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from apps.bench.gpu import numbers, prepare
+from apps.bench.gpu import command, numbers, prepare
 from apps.bench.gpu.speed import steady_step
 from lingua.tools.check.numbers import AttentionCase, Errors, attention_pass, multiples
 from lingua.tools.plan.make import make_plan
@@ -67,6 +69,17 @@ def test_every_part_is_right_on_a_cpu_beside_a_clone_that_the_user_names(tmp_pat
     assert {name: part["verdict"] for name, part in parts.items()} == dict.fromkeys(parts, "right")
     assert done.returncode == 0 and "nanogpt" in parts and "meta_lingua" not in parts
     assert parts["bits"]["values"]["float32, stopped: equal lines, equal tensors"] == [4, True]
+
+
+def test_a_part_that_runs_out_of_time_keeps_what_it_has_found(tmp_path: Path) -> None:
+    work = "print('{\"batch 1\": 5}\\nbatch 32', flush=True)\nimport time; time.sleep(60)"
+    with (tmp_path / "log").open("wb") as f:
+        part = subprocess.Popen([sys.executable, "-c", work], stdout=f, process_group=0)
+    while not (tmp_path / "log").stat().st_size:
+        time.sleep(0.02)
+    row = command.finish("generation", part, time.monotonic(), tmp_path / "log")
+    assert row["verdict"] == "FAILED: out of time" and row["summary"] == "batch 32"
+    assert row["values"] == {"batch 1": 5}
 
 
 def test_a_number_that_is_too_far_is_reported(capfd: pytest.CaptureFixture[str]) -> None:

@@ -132,6 +132,7 @@ def recurrences(s: Setting) -> str:
 
 def bits(s: Setting) -> str:
     n, worst = SMALL_STEPS if s.small else RUN_STEPS, 0.0
+    others = set[str]()  # versions of torch by which the CPU's losses are, where not by this one
 
     def train(copy: tuple[str, str]) -> tuple[list[str], str]:
         folder = s.work / ", ".join(copy)
@@ -160,7 +161,10 @@ def bits(s: Setting) -> str:
         if outcomes[name, "first"][1] == "":
             continue  # it failed
         ours = read_lines(s.work / f"{name}, first" / METRICS)
-        expected = read_lines(s.prepared / "reference" / f"{reference}.jsonl")
+        path = s.prepared / "reference" / f"{reference}.jsonl"
+        expected, version = read_lines(path), path.with_suffix(".torch")
+        by = version.read_text("utf-8") if version.exists() else torch.__version__
+        others |= {by.partition("+")[0]} - {torch.__version__.partition("+")[0]}
         pairs = list(zip(ours, expected, strict=True))
         apart = [abs(a["loss"] / b["loss"] - 1) for a, b in pairs]
         found(f"{name}: losses apart from the CPU's, the first and at most", [apart[0], max(apart)])
@@ -170,4 +174,7 @@ def bits(s: Setting) -> str:
         if any(a["batch_hash"] != b["batch_hash"] for a, b in pairs):
             wrong("DIFFERS", f"{name}: batches from the CPU's")
     beside = "" if s.small else f"; losses in float32 at most {worst:.1e} from the CPU's"
+    if others:
+        found("the CPU's losses are by torch", sorted(others))
+        beside += f", by torch {', '.join(sorted(others))}"
     return f"{len(copies)} runs, copies compared to the bit{beside}"

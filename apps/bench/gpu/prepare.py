@@ -148,6 +148,7 @@ def prepare_reference(folder: Path, name: str, target: Path) -> None:
         words = [*run_keys(name, RUN_STEPS), *text_keys(folder), "device=cpu"]
         run("apps.main.train", [*words, f"dump_dir={dump_dir}/run"])
         target.parent.mkdir(exist_ok=True)
+        target.with_suffix(".torch").write_text(torch.__version__, encoding="utf-8")
         shutil.copy(Path(dump_dir, "run", METRICS), target)
 
 
