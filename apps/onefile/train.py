@@ -4,16 +4,15 @@
     python apps/onefile/train.py runs/a/config.yaml dump_dir=runs/b    # the run of a config
 
 It shares no code with lingua and computes the same bits on a CPU in float32, in one process. Each
-continues from the checkpoints of the other, and checks it: `lingua audit RUN by=FILE`.
+resumes the checkpoints of the other, and `lingua audit RUN by=FILE` checks a run with this file.
 
 A run is a function of its config. Step s takes the next G rows of a stream in which a position
 decides, by arithmetic, from which source its row is and which row of that source: nothing is
 shuffled in memory, and the position is all the state that data has. Initial weights are hashes of
 (seed, name, index). The gradient is that of (sum of token losses) / (targets) over the G rows,
 however micro-batches divide them; AdamW follows it at a rate that depends on the step. A checkpoint
-has weights, moments and the position.
-
-In this order: config, rows, model, initial weights, loss, optimizer and rate, checkpoint, loop.
+has weights, moments and the position. In this order: config, rows, model, initial weights, loss,
+optimizer and rate, checkpoint, loop.
 """
 
 import functools
@@ -26,6 +25,7 @@ import re
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -46,14 +46,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim.adamw import adamw
 
+# fmt: off
 IGNORE = -100  # a target without a loss
-Check = Callable[[], None]
+xxh3 = xxhash.xxh3_64_hexdigest
 Named = dict[str, Tensor]
-
 
 class Mistake(Exception):
     """Of the user: printed in one line, exit code 2."""
-
 
 # ---------------------------------------------------------------------------------- config
 # All keys of apps/main and their defaults, so that each reads the config.yaml of the other; its
@@ -66,7 +65,7 @@ device: auto, deterministic: false, # true, or mesh: the same bits as on any num
 data: {root_dir: data, cache_dir: null, sources: {}, source_files: {}, seq_len: 256, batch_size: 16,
   global_batch_size: null, add_bos: true, add_eos: true, workers: 1, on_bad_record: stop,
   tokenizer: {name: bytes, path: null, bos: null, eos: null}},
-model: {dim: 128, n_layers: 4, head_dim: 32, n_heads: null, n_kv_heads: null, multiple_of: 32,
+model: {dim: 128, n_layers: 4, head_dim: null, n_heads: null, n_kv_heads: null, multiple_of: 32,
   ffn_dim_multiplier: null, norm_eps: 1.0e-05, rope_theta: 10000.0, init_base_std: null,
   init_std_factor: disabled, attn_impl: auto, vocab_size: -1, weight_tying: false},
 optim: {lr: 4.0e-3, weight_decay: 0.1, beta1: 0.9, beta2: 0.95, epsilon: 1.0e-08, clip: 1.0,
@@ -96,12 +95,8 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"), "distributed.model_dtype": (None, "bf16", "fp32"),
     "model.init_std_factor": ("disabled", "global_depth", "current_depth", "dim_ratio", "zero"),
     "model.attn_impl": ("auto", "sdpa"), "optim.on_nonfinite": ("stop", "skip"),
-    "optim.scheduler": ("constant", "linear", "cosine", "wsd"),
-}  # fmt: skip
-GUARDED = re.compile(  # what a resumed run must not change
-    r"seed|data\.(sources|seq_len|global_batch|add_|tokenizer)|data\.content|model\.(?!attn)"
-)
-
+    "optim.scheduler": ("constant", "linear", "cosine", "wsd")}
+GUARDED = re.compile(r"seed|data\.(content|sources|seq_l|global|add_|tokenizer)|model\.(?!attn)")
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Values by dotted key."""
@@ -111,7 +106,6 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         items |= flat(value, f"{prefix}{name}.") if is_group else {prefix + name: value}
     return items
 
-
 def nested(items: dict[str, Any]) -> dict[str, Any]:
     tree = dict[str, Any]()
     for key, value in items.items():
@@ -119,11 +113,9 @@ def nested(items: dict[str, Any]) -> dict[str, Any]:
         functools.reduce(lambda at, group: at.setdefault(group, {}), groups, tree)[last] = value
     return tree
 
-
 def namespace(items: dict[str, Any]) -> Any:
     """c.model.dim for what has the key model.dim."""
     return json.loads(json.dumps(nested(items)), object_hook=lambda d: SimpleNamespace(**d))
-
 
 def read_config(words: list[str]) -> dict[str, Any]:
     """The config of the words of a command, by dotted key. Raises Mistake."""
@@ -153,20 +145,17 @@ def read_config(words: list[str]) -> dict[str, Any]:
             raise Mistake(f"{key} = {value}: must be of type {type(default).__name__}")
         config[key] = value
     if not config["data.sources"] or int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise Mistake(
-            "needs data.sources or bin=FILE, and one process (apps/main takes any number)"
-        )
+        raise Mistake("needs data.sources or bin=FILE, and one process: apps/main has any number")
     return config | {"dump_dir": str(config["dump_dir"] or f"runs/{config['name']}")}
 
-
-# ---------------------------------------------------------------------------------- hashing
-
+# ---------------------------------------------------------------------------------- rows
+# A source is one long array of tokens, cut into rows of seq_len + 1 tokens that share one with the
+# next. Row k of an epoch is element k of a permutation of the rows, keyed by (seed, source, epoch).
 
 def key_of(*parts: object) -> int:
     """64 bits, signed, of the parts."""
     text = "\0".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
-
 
 def hash_bits(key: int | Tensor, index: Tensor) -> Tensor:
     """64 bits for each int64 of `index`: SplitMix64 (Steele, Lea and Flood, 2014) in the state
@@ -179,24 +168,16 @@ def hash_bits(key: int | Tensor, index: Tensor) -> Tensor:
     x = xor_shifted(x * (0xBF58476D1CE4E5B9 - 2**64), 27) * (0x94D049BB133111EB - 2**64)
     return xor_shifted(x, 31)
 
-
-# ---------------------------------------------------------------------------------- rows
-# A source is one long array of tokens, cut into rows of seq_len + 1 tokens that share one with the
-# next. Row k of an epoch is element k of a permutation of the rows, keyed by (seed, source, epoch).
-
-
 def mix(x: int, key: int) -> int:
     """32 bits of two numbers below 2^64: murmur3's finaliser with constants of Stafford."""
     x = (x ^ key) * 0xBF58476D1CE4E5B9 % 2**64
     return ((x ^ x >> 32) * 0x94D049BB133111EB % 2**64) >> 32
-
 
 @functools.cache
 def round_keys(seed: int, source: str, epoch: int) -> list[int]:
     text = json.dumps([seed, source, epoch]).encode()
     digest = hashlib.blake2b(text, digest_size=64, person=b"lingua rows").digest()
     return np.frombuffer(digest, "<u8").tolist()
-
 
 def permuted(k: int, size: int, keys: list[int]) -> int:
     """Element k of a permutation of range(size): a Feistel network of 8 rounds on the bits of
@@ -211,7 +192,6 @@ def permuted(k: int, size: int, keys: list[int]) -> int:
         if (k := high << n_low | low) < size:
             return k
 
-
 class Source(NamedTuple):
     name: str
     fingerprint: str  # of its tokens
@@ -219,7 +199,6 @@ class Source(NamedTuple):
     parts: list[np.ndarray]  # the tokens to train on, one after another
     held_out: list[tuple[int, int, np.ndarray]]  # by hash: hash and bytes of the text, or 0; tokens
     first: int | None  # the token before the held-out documents
-
 
 def open_source(name: str, c: Any, saved: dict[str, str]) -> Source:
     """What `lingua data prepare` has prepared, or a .bin as nanoGPT writes it. Of several that fit,
@@ -250,7 +229,6 @@ def open_source(name: str, c: Any, saved: dict[str, str]) -> Source:
         raise Mistake(f"data.sources.{name}: has no row of {c.data.seq_len} + 1 tokens")
     return found[0]
 
-
 def open_shards(folder: Path, manifest: dict[str, Any]) -> Source:
     """Of each shard files of tokens and int64 [documents, 3]: tokens, bytes, hash of the text."""
     tokenizer, train, held_out = manifest["tokenizer"], list[np.ndarray](), list[Any]()
@@ -271,13 +249,11 @@ def open_shards(folder: Path, manifest: dict[str, Any]) -> Source:
     about = manifest["source"], manifest["fingerprint"], tokenizer
     return Source(*about, train, held_out, first)
 
-
 def open_bin(name: str, paths: list[str], tokenizer: dict[str, Any]) -> Source:
     """Files of uint16 tokens. One block in 50 is held out, by a hash of its number: from the first
     document that begins in it up to the first of the next block."""
-    for path in paths:
-        if (size := Path(path).stat().st_size) == 0 or size % 2:
-            raise Mistake(f"data.sources.{name}: {path}: has {size} bytes, which is no uint16")
+    if wrong := [path for path in paths if (n := Path(path).stat().st_size) == 0 or n % 2]:
+        raise Mistake(f"data.sources.{name}: {', '.join(wrong)}: must have tokens of two bytes")
     files, samples = [np.memmap(path, "<u2", "r") for path in paths], list[np.ndarray]()
     for file in files:
         n = min(4096, len(file))
@@ -296,11 +272,10 @@ def open_bin(name: str, paths: list[str], tokenizer: dict[str, Any]) -> Source:
     kept = {number for _, number, _ in held}
     train = [tokens for _, number, tokens in blocks if number not in kept and len(tokens)]
     texts = [t for *_, b in held for t in np.split(b, np.flatnonzero(b == eos) + 1) if len(t)]
-    xxh3, pairs = xxhash.xxh3_128_hexdigest, zip(files, samples, strict=True)
-    content = [eos, *([len(file), xxh3(b""), xxh3(sample.data)] for file, sample in pairs)]
+    digest, pairs = xxhash.xxh3_128_hexdigest, zip(files, samples, strict=True)
+    content = [eos, *([len(file), digest(b""), digest(sample.data)] for file, sample in pairs)]
     fingerprint = hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
     return Source(name, fingerprint, tokenizer, train, [(0, 0, text) for text in texts], eos)
-
 
 def next_document(file: np.ndarray, at: int, eos: int | None) -> int:
     """Where the first document from token `at` on begins; `at` where a million tokens have none."""
@@ -309,7 +284,6 @@ def next_document(file: np.ndarray, at: int, eos: int | None) -> int:
         if len(ends):
             return first + int(ends[0])
     return at
-
 
 class Rows:
     """The rows of a run. In blocks of positions each source has its exact share to within a row,
@@ -368,19 +342,16 @@ class Rows:
             ids = torch.arange(position + begin, position + end)
             yield tokens, targets, int(hash_bits(words, ids).sum())
 
-
 # ---------------------------------------------------------------------------------- model
 # Llama: RMSNorm before attention and feed-forward, rotary positions, grouped keys and values,
 # SwiGLU. B rows, S positions, H heads, D features of a head, E features of the residual stream.
 # Where the same can be computed in several ways, rounding decides for the one of apps/main.
-
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cpu and x.dtype == torch.float32:  # for which torch has no kernel
             return Normalise.apply(x, self.weight, self.eps)
         return super().forward(x)
-
 
 class Normalise(torch.autograd.Function):
     @staticmethod
@@ -397,7 +368,6 @@ class Normalise(torch.autograd.Function):
         along = (product @ weight)[..., None] * (scale.square() / -x.shape[-1])
         x_grad = (grad * weight).addcmul_(x, along).mul_(scale)
         return x_grad, product.flatten(0, -2).T.mv(scale.flatten()), None
-
 
 class Attention(nn.Module):
     def __init__(self, m: Any) -> None:
@@ -419,10 +389,9 @@ class Attention(nn.Module):
         q, k, v = (t.type_as(x).transpose(1, 2) for t in (*turned, v))  # B H S D
         if q.is_cuda and q.dtype == torch.float32:  # whose kernels do not know grouped heads
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        shared = q.shape[1] > k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
         return self.wo(out.transpose(1, 2).flatten(-2))
-
 
 class FeedForward(nn.Module):
     def __init__(self, m: Any) -> None:
@@ -436,7 +405,6 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
-
 class Block(nn.Module):
     def __init__(self, m: Any) -> None:
         super().__init__()
@@ -446,7 +414,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), turn)
         return x + self.feed_forward(self.ffn_norm(x))
-
 
 class Transformer(nn.Module):
     def __init__(self, m: Any) -> None:
@@ -479,17 +446,14 @@ class Transformer(nn.Module):
             std = m.init_base_std or p.shape[-1] ** -0.5
             if name.endswith(("wo.weight", "w2.weight")):  # which write to the residual stream
                 depth = int(name.split(".")[1])
-                std /= {
-                    "disabled": 1.0, "global_depth": (2 * (m.n_layers + 1)) ** 0.5,
-                    "current_depth": (2 * (depth + 1)) ** 0.5, "dim_ratio": m.dim / 4096,
-                    "zero": math.inf,
-                }[m.init_std_factor]  # fmt: skip
+                std /= {"disabled": 1.0, "global_depth": (2 * (m.n_layers + 1)) ** 0.5,
+                        "current_depth": (2 * (depth + 1)) ** 0.5, "dim_ratio": m.dim / 4096,
+                        "zero": math.inf}[m.init_std_factor]
             values = normal(key_of(seed, name, draw := 0), p.shape, std)
             while bool((beyond := values.abs() > 3 * std).any()):
                 again = normal(key_of(seed, name, draw := draw + 1), p.shape, std)
                 values = torch.where(beyond, again, values)
             p.copy_(values if p.dim() > 1 else torch.ones(p.shape))
-
 
 def normal(key: int, shape: torch.Size, std: float) -> Tensor:
     """float32, a function of key and index (Box and Muller, 1958), computed in float64."""
@@ -501,11 +465,9 @@ def normal(key: int, shape: torch.Size, std: float) -> Tensor:
         part.copy_(radius * (low * (2 * math.pi / 2**32)).cos() * std)
     return values.view(shape)
 
-
 # ---------------------------------------------------------------------------------- loss
 
 CHUNK_BYTES = 1 << 29  # float32 logits at a time: of a large vocabulary they take most memory
-
 
 def loss_sum(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Sum of the cross-entropies, float32 [1]: x is B S E, weight vocabulary E, targets B S."""
@@ -516,7 +478,6 @@ def loss_sum(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     logits, flat_targets = F.linear(x, weight).float().flatten(0, 1), targets.flatten()
     losses = F.cross_entropy(logits, flat_targets, ignore_index=IGNORE, reduction="none")
     return losses.view(1, *targets.shape).sum((1, 2))
-
 
 class ChunkedLoss(torch.autograd.Function):
     """The gradients are computed with the losses, while a chunk's logits exist. Those of the weight
@@ -545,9 +506,7 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         return *(grad.mul_(upstream) for grad in ctx.saved_tensors), None, None
 
-
 # ---------------------------------------------------------------------------------- optimizer
-
 
 @torch.no_grad()
 def update(tensors: Named, grads: Named, groups: Any, c: Any, lr: float, divisor: Tensor) -> None:
@@ -555,23 +514,18 @@ def update(tensors: Named, grads: Named, groups: Any, c: Any, lr: float, divisor
     finite. `tensors` are those of a checkpoint, `groups` names with their weight decay."""
     pad = c.deterministic == "mesh" and divisor.is_cpu
     for decay, names in groups:
-        weights, means, squares, steps = (
-            [tensors[f"{key}.{n}"] for n in names]
-            for key in ("model", "optim.exp_avg", "optim.exp_avg_sq", "optim.step")
-        )
+        kinds = ("model", "optim.exp_avg", "optim.exp_avg_sq", "optim.step")
+        weights, means, squares, steps = ([tensors[f"{kind}.{n}"] for n in names] for kind in kinds)
         live, n = [*weights, *(grads[name] for name in names), *means, *squares], len(names)
         # Of a CPU tensor the kernel rounds the end, which fills no vector, in another way. For the
         # same bits on any mesh it gets copies without such an end.
         used = [F.pad(t.flatten(), (0, -t.numel() % 16)) if pad else t for t in live]
         weights, gradients, means, squares = (used[i * n : i * n + n] for i in range(4))
-        adamw(
-            weights, gradients, means, squares, [], steps, fused=True, grad_scale=divisor,
-            found_inf=(~divisor.isfinite()).float(), amsgrad=False, maximize=False, lr=lr,
-            beta1=c.optim.beta1, beta2=c.optim.beta2, weight_decay=decay, eps=c.optim.epsilon,
-        )  # fmt: skip
+        adamw(weights, gradients, means, squares, [], steps, fused=True, grad_scale=divisor,
+              found_inf=(~divisor.isfinite()).float(), amsgrad=False, maximize=False, lr=lr,
+              beta1=c.optim.beta1, beta2=c.optim.beta2, weight_decay=decay, eps=c.optim.epsilon)
         for t, copy in zip(live, used, strict=True) if pad else ():
             t.copy_(copy[: t.numel()].view_as(t))
-
 
 def lr_at(step: float, o: Any, steps: int) -> float:
     """The rate of the update after `step` completed ones: a linear rise, then the decay."""
@@ -587,7 +541,6 @@ def lr_at(step: float, o: Any, steps: int) -> float:
         begin = max(steps - o.decay_fraction * steps, o.warmup)
         height = 1 - max(0.0, min((step - begin) / (steps - begin or 1), 1.0)) ** o.exp_factor
     return o.lr * (height + (1 - height) * o.lr_min_ratio)
-
 
 @torch.no_grad()
 def grad_norm(grads: list[Tensor], exact: bool) -> Tensor:
@@ -608,7 +561,6 @@ def grad_norm(grads: list[Tensor], exact: bool) -> Tensor:
     norm = ((high / 2.0**30 + low / 2.0**60) * unit.square()).sum().sqrt().float()
     return torch.where(largest.isfinite().all(), norm, math.inf)
 
-
 # ---------------------------------------------------------------------------------- checkpoint
 # A folder a step: DCP's files of model.NAME and optim.STATE.NAME, train_state.json, config.yaml and
 # a manifest of sizes and checksums. Written under another name and renamed last, it is whole or not
@@ -620,15 +572,13 @@ ALLOWED = {  # what DCP's .metadata may refer to
     "_MEM_FORMAT_ENCODING BytesStorageMetadata ChunkStorageMetadata TensorStorageMetadata",
     "pathlib": "PosixPath", "torch.serialization": "_get_layout",
     "torch": "Size " + " ".join(n for n, v in vars(torch).items() if isinstance(v, torch.dtype)),
-}  # fmt: skip
-
+}
 
 class Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in ALLOWED.get(module, "").split():
             raise Mistake(f".metadata refers to {module}.{name}, which is not executed")
         return super().find_class(module, name)
-
 
 class Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -641,15 +591,8 @@ class Reader(dcp.FileSystemReader):
             raise Mistake(f"{self.path}: refers to more than tensors of its folder")
         return metadata
 
-
-def hash_of(manifest: dict[str, Any]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(manifest, sort_keys=True).encode())
-
-
-def entry_of(path: Path) -> dict[str, Any]:
-    hashed = xxhash.xxh3_64_hexdigest(np.memmap(path, "u1", "r").data)
-    return {"size": path.stat().st_size, "xxh3_64": hashed}
-
+def checksum(file: Path) -> str:
+    return xxh3(np.memmap(file, "u1", "r").data)
 
 def checkpoints(root: Path, verify: bool = False) -> list[tuple[int, Path]]:
     """(serial, folder), in the order of publication, of those whose files have their sizes, or
@@ -658,43 +601,16 @@ def checkpoints(root: Path, verify: bool = False) -> list[tuple[int, Path]]:
     for path in root.glob("[0-9]" * 10):
         with suppress(OSError, ValueError, KeyError, TypeError):
             manifest = json.loads((path / "manifest.json").read_bytes())
-            right = manifest.pop("xxh3_64") == hash_of(manifest)
-            for name, entry in manifest["files"].items():
-                same_size = (path / name).stat().st_size == entry["size"]
-                right &= same_size and (not verify or entry_of(path / name) == entry)
+            right = manifest.pop("xxh3_64") == xxh3(json.dumps(manifest, sort_keys=True).encode())
+            for file, entry in ((path / name, entry) for name, entry in manifest["files"].items()):
+                right &= file.stat().st_size == entry["size"]
+                right = right and (not verify or checksum(file) == entry["xxh3_64"])
             if right and manifest["step"] == int(path.name):
                 found.append((manifest["serial"], path))
     return sorted(found)
 
-
-def save(root: Path, tensors: Named, state: dict[str, Any], config: str, check: Check) -> None:
-    """Publish the checkpoint of a step, unless it is."""
-    final = root / f"{state['progress']['step']:010d}"
-    if final in (path for _, path in checkpoints(root)):
-        return
-    folder = final.with_name(f"{final.name}.tmp-{os.urandom(4).hex()}")
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True)
-    dcp.save(tensors, storage_writer=writer, no_dist=True)
-    (folder / "train_state.json").write_text(json.dumps(state, indent=1))
-    (folder / "config.yaml").write_text(config)
-    manifest = {
-        "format": 1, "step": state["progress"]["step"],
-        "serial": 1 + max((serial for serial, _ in checkpoints(root)), default=0),
-        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "files": {path.name: entry_of(path) for path in sorted(folder.iterdir())},
-    }  # fmt: skip
-    text = json.dumps(manifest | {"xxh3_64": hash_of(manifest)}, indent=1)
-    (folder / "manifest.json").write_text(text)
-    os.sync()
-    check()
-    rmtree(final, ignore_errors=True)  # a damaged one
-    folder.rename(final)
-    os.sync()
-    print(f"saved {final}")
-
-
 @contextmanager
-def locked(folder: Path) -> Iterator[Check]:
+def locked(folder: Path) -> Iterator[Callable[[], None]]:
     """Hold the lock of a dump dir, a file that names its process, as apps/main does. Yields a check
     that it is still held, which also renews it. Raises Mistake where another process has it."""
 
@@ -702,18 +618,17 @@ def locked(folder: Path) -> Iterator[Check]:
         with suppress(OSError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-            where = f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
-            return "" if state in "ZX" else f"{where} {fields[18]}"
+            if state not in "ZX":
+                return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino} {fields[18]}"
         return ""
 
-    path, host = folder / "run.lock", re.sub(r"[^\w.-]", "-", os.uname().nodename)
-    content = f"process {os.getpid()} on {host}, {place_of(os.getpid())}, {os.urandom(8).hex()}\n"
+    path, host, mine = folder / "run.lock", os.uname().nodename, place_of(os.getpid())
+    content = f"process {os.getpid()} on {host}, {mine}, {os.urandom(8).hex()}\n"
     if path.exists():
-        known = re.match(r"process (\d+) on [^,]*, ((\S+) \d+),", path.read_text())
-        here = known is not None and known[3] == place_of(os.getpid()).split(" ")[0]
-        if known is None or not here or place_of(int(known[1])) == known[2]:
-            advice = "where that process is gone, remove the file"
-            raise Mistake(f"{path}: {path.read_text().split(',')[0]} has this folder; {advice}")
+        other = re.match(r"(process (\d+) on [^,]*), ((\S+) \d+),", path.read_text())
+        if other is None or other[4] != mine.split(" ")[0] or place_of(int(other[2])) == other[3]:
+            who = other[1] if other is not None else "an unknown process"
+            raise Mistake(f"{path}: {who} has this folder; if that is gone, remove the file")
         path.unlink()  # its process died
     with suppress(FileExistsError), path.open("x") as f:
         f.write(content)
@@ -731,25 +646,21 @@ def locked(folder: Path) -> Iterator[Check]:
             check()
             path.unlink()
 
-
 # ---------------------------------------------------------------------------------- loop
 
 VERSIONS = {"lingua": "onefile", "torch": torch.__version__, "python": sys.version.split()[0],
-            "cpu_capability": torch.backends.cpu.get_cpu_capability()}  # fmt: skip
+            "cpu_capability": torch.backends.cpu.get_cpu_capability()}
 
-
-def train(config: dict[str, Any], check_lock: Check) -> None:
+def train(config: dict[str, Any], check_lock: Callable[[], None]) -> None:
     """The run of a config by dotted key, from its newest checkpoint on."""
     seconds, folder, state = config.pop("seconds"), Path(config["dump_dir"]), dict[str, Any]()
     root = folder / "checkpoints"
-    found = checkpoints(root, verify=True)
-    newest = found[-1][1] if found else None
+    newest = next((path for _, path in reversed(checkpoints(root, verify=True))), None)
     if newest is not None:
         state = json.loads((newest / "train_state.json").read_bytes())
     elif any(root.glob("[0-9]" * 10)):
         raise Mistake(f"{root}: has checkpoints, but none that is whole; move them away")
-
-    # ---- what the config leaves open, and what a resumed run must not change
+    # what the config leaves open, and what a resumed run must not change
     c, saved_data = namespace(config), state.get("data", {})
     names = sorted(name for name, weight in config["data.sources"].items() if weight > 0)
     sources = [open_source(name, c, saved_data) for name in names]
@@ -758,6 +669,7 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
         "data.global_batch_size": c.data.batch_size * (c.grad_acc_steps or 1),
         "distributed.model_dtype": "bf16" if is_cuda else "fp32",
         "distributed.threads": 1 if c.deterministic == "mesh" else None,
+        "model.n_heads": None if c.model.head_dim else 4,
         "model.vocab_size": max(source.tokenizer["vocab_size"] for source in sources),
     }.items():
         config[key] = value if config[key] in (None, -1) else config[key]
@@ -769,12 +681,11 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
     content["data.tokenizer.content"] = sources[0].tokenizer["fingerprint"]
     if newest is not None:
         before = flat(yaml.safe_load((newest / "config.yaml").read_bytes())) | saved_data
-        sums = ("data.batch_size", "distributed.threads") if c.deterministic == "mesh" else ()
-        values = (config | content).items()
-        now = {key: value for key, value in values if GUARDED.match(key) or key in sums}
+        fixed = ("data.batch_size", "distributed.threads") if c.deterministic == "mesh" else ()
+        both = (config | content).items()
+        now = {key: value for key, value in both if GUARDED.match(key) or key in fixed}
         if changed := [key for key, value in now.items() if before.get(key, value) != value]:
             raise Mistake(f"{newest}: has another {', '.join(changed)}; use another dump_dir")
-
     # ---- model, and the state it continues from
     if c.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -798,8 +709,7 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
         (reader := Reader(newest)).read_metadata()  # a Mistake in it would be one of torch's
         dcp.load(tensors, storage_reader=reader, no_dist=True)
         print(f"resuming {newest}")
-    at_start = {"step": 0, "position": 0, "skipped_steps": 0, "trained_s": 0.0}
-    progress = at_start | state.get("progress", {})
+    progress = state.get("progress", {"step": 0, "position": 0, "skipped_steps": 0, "trained_s": 0})
     began = time.monotonic() - progress["trained_s"]
 
     def write(file: str, line: dict[str, Any]) -> None:
@@ -822,9 +732,8 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
         rmtree(path)
     replace(folder / "config.yaml", text.encode())
     name = torch.cuda.get_device_name() if is_cuda else "cpu"
-    about = {"topology": [1, 1, 1], "config": text, "device": name}
-    write("metrics.jsonl", {"event": "start", "step": progress["step"], **about, **VERSIONS})
-
+    about = {"event": "start", "topology": [1, 1, 1], "config": text, "device": name} | VERSIONS
+    write("metrics.jsonl", about | {"step": progress["step"]})
     # ---- the parts of a step
     def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward are in `dtype`; weights and their gradients stay float32."""
@@ -837,20 +746,35 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
         share = 0.0 if seconds is None else min(1.0, (time.monotonic() - began) / seconds)
         return lr_at(progress["step"] if seconds is None else share * c.steps, c.optim, c.steps)
 
-    def save_step() -> None:
-        progress["trained_s"] = time.monotonic() - began
-        saved = {
-            "progress": progress, "tokens": progress["position"] * c.data.seq_len, "data": content,
-            "schedule": {"step": progress["step"], "lr": rate()}, "topology": [1, 1, 1],
-            "param_groups": [{"weight_decay": w, "param_names": names} for w, names in groups],
-            "versions": VERSIONS,
-        }  # fmt: skip
-        save(root, tensors, saved, text, check_lock)
+    def save() -> None:
+        """Publish the checkpoint of the step, unless it is, and remove old ones."""
+        final, progress["trained_s"] = root / f"{progress['step']:010d}", time.monotonic() - began
+        if final in (path for _, path in checkpoints(root)):
+            return
+        new = final.with_name(f"{final.name}.tmp-{os.urandom(4).hex()}")
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(new), no_dist=True)
+        state = {"progress": progress, "tokens": progress["position"] * c.data.seq_len,
+                 "schedule": {"step": progress["step"], "lr": rate()}, "topology": [1, 1, 1],
+                 "param_groups": [{"weight_decay": w, "param_names": names} for w, names in groups],
+                 "data": content, "versions": VERSIONS}
+        (new / "train_state.json").write_text(json.dumps(state, indent=1))
+        (new / "config.yaml").write_text(text)
+        files = {file.name: {"size": file.stat().st_size, "xxh3_64": checksum(file)}
+                 for file in sorted(new.iterdir())}
+        serial = 1 + max((serial for serial, _ in checkpoints(root)), default=0)
+        manifest: Any = {"format": 1, "step": progress["step"], "serial": serial, "files": files,
+                         "created_at": datetime.now(UTC).isoformat(timespec="seconds")}
+        manifest["xxh3_64"] = xxh3(json.dumps(manifest, sort_keys=True).encode())
+        (new / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        os.sync()
+        check_lock()
+        rmtree(final, ignore_errors=True)  # a damaged one
+        new.rename(final)
+        print(f"saved {final}")
         keep = c.checkpoint.dump.keep  # one with a mark of lingua's stays
-        old = (path for _, path in checkpoints(root)[: -keep if keep > 0 else 0])
-        for path in [path for path in old if not any(root.glob(f"{path.name}.[A-Za-z]*"))]:
-            rmtree(path)
-
+        for _, path in checkpoints(root)[: -keep if keep > 0 else 0]:
+            if not any(root.glob(f"{path.name}.[A-Za-z]*")):
+                rmtree(path)
     # ---- the loop
     signals = list[int]()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
@@ -867,8 +791,7 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
         for tokens, targets, rows_hash in rows.step(progress["position"]):
             loss = (loss_of(tokens, targets) / n_targets).sum()
             loss.backward()
-            losses.append(loss.detach())
-            hashed += rows_hash
+            losses, hashed = [*losses, loss.detach()], hashed + rows_hash
             for name, p in named.items() if exact else ():  # in float64, and rounded once
                 grad: Any = p.grad
                 totals[name], p.grad = totals.get(name, 0) + grad.double(), None
@@ -879,7 +802,7 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
         model.zero_grad()
         if not math.isfinite(norm):  # once a step the host waits for the device
             if c.optim.on_nonfinite == "stop":
-                save_step()
+                save()
                 raise Mistake(f"step {progress['step'] + 1}: the gradient is not finite")
             progress["skipped_steps"] += 1
         step = progress["step"] = progress["step"] + 1
@@ -889,15 +812,13 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
         over = bool(signals) or out_of_time or (seconds is None and step >= end)
         if step % c.logging.freq == 0 or over:
             speed = (step - shown_step) * step_tokens / (time.monotonic() - shown_at)
-            line = {
-                "step": step, "tokens": progress["position"] * c.data.seq_len,
-                "loss": math.fsum(torch.stack(losses).tolist()), "grad_norm": float(norm), "lr": lr,
-                "tokens_per_s": speed, "batch_hash": f"{hashed % 2**64:016x}",
-                "skipped_steps": progress["skipped_steps"],
-            }  # fmt: skip
+            line = {"step": step, "tokens": progress["position"] * c.data.seq_len, "lr": lr,
+                    "loss": math.fsum(torch.stack(losses).tolist()), "grad_norm": float(norm),
+                    "tokens_per_s": speed, "batch_hash": f"{hashed % 2**64:016x}",
+                    "skipped_steps": progress["skipped_steps"]}
             write("metrics.jsonl", line)
-            print(f"step {step}: loss {line['loss']}, norm {line['grad_norm']}, rate {lr:.3g}, "
-                  f"{speed:,.0f} tokens/s", flush=True)  # fmt: skip
+            print(f"step {step}: loss {line['loss']:.4f}, norm {line['grad_norm']:.3f}, rate {lr:.2e}, "
+                  f"{speed:,.0f} tokens/s", flush=True)
             shown_step, shown_at = step, time.monotonic()
         due = step == c.steps or (c.validation.every > 0 and step % c.validation.every == 0)
         if due or (over and not signals):
@@ -907,10 +828,10 @@ def train(config: dict[str, Any], check_lock: Check) -> None:
         dump, since_s = c.checkpoint.dump, time.monotonic() - saved_at
         overdue = 0 < 60 * (dump.every_minutes or 0) <= since_s
         if over or overdue or (dump.every > 0 and step % dump.every == 0):
-            save_step()
+            save()
             saved_at = time.monotonic()
-    print(held_out or f"stopped after step {progress['step']}: the same command goes on")
-
+    stopped = f"stopped after step {progress['step']}: the same command goes on"
+    print(stopped if signals else held_out or validate(c, rows, loss_of)[0])
 
 @torch.no_grad()
 def validate(c: Any, rows: Rows, loss_of: Callable[..., Tensor]) -> tuple[str, list[Any]]:
@@ -918,16 +839,16 @@ def validate(c: Any, rows: Rows, loss_of: Callable[..., Tensor]) -> tuple[str, l
     v, seq_len, nats, n_bytes, n_tokens = c.validation, c.data.seq_len, 0.0, 0, 0
     lines = list[dict[str, Any]]()
     for source in rows.sources:
-        hashes, documents, known, size = list[int](), list[np.ndarray](), 0, 0
+        n, known, chosen = 0, 0, list[tuple[int, int, np.ndarray]]()
         for hashed, text_bytes, document in source.held_out:
-            if size < (v.tokens or v.bytes):
-                hashes, documents = [*hashes, hashed], [*documents, document]
-                size += len(document) if v.tokens or not text_bytes else text_bytes
+            if n < (v.tokens or v.bytes):
+                chosen.append((hashed, text_bytes, document))
+                n += len(document) if v.tokens or not text_bytes else text_bytes
                 known += text_bytes
-        text = hashlib.blake2b(np.array(hashes, "<i8").tobytes(), digest_size=6).hexdigest()
+        text = np.array([hashed for hashed, *_ in chosen], "<i8").tobytes()
         first = [] if source.first is None else [np.array([source.first])]
-        stream = np.concatenate([*first, *documents, np.empty(0, np.int64)]).astype(np.int64)
-        if not documents or (n := len(stream) - 1) < 1:
+        stream = np.concatenate([*first, *(d for *_, d in chosen), []]).astype(np.int64)
+        if not chosen or (n := len(stream) - 1) < 1:
             continue
         shape = -(-n // seq_len), seq_len
         tokens, targets = torch.zeros(shape).long(), torch.full(shape, IGNORE)
@@ -937,7 +858,8 @@ def validate(c: Any, rows: Rows, loss_of: Callable[..., Tensor]) -> tuple[str, l
             rest = (0, 0, 0, size - len(x))
             sums.append(float(loss_of(F.pad(x, rest), F.pad(y, rest, value=IGNORE))))
         total = math.fsum(sums)
-        line = {"source": source.name, "nats_per_token": total / n, "tokens": n, "text": text}
+        line = {"source": source.name, "nats_per_token": total / n, "tokens": n}
+        line["text"] = hashlib.blake2b(text, digest_size=6).hexdigest()
         if known:
             bits = total / known / torch.tensor(2.0).log().item()
             line |= {"nats_per_byte": total / known, "bits_per_byte": bits, "bytes": known}
@@ -946,8 +868,8 @@ def validate(c: Any, rows: Rows, loss_of: Callable[..., Tensor]) -> tuple[str, l
     per, unit = (n_bytes, "byte") if n_bytes else (max(1, n_tokens), "token")
     return f"held-out {nats / per:.4f} nats/{unit}", lines
 
-
 if __name__ == "__main__":
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
         given = read_config(sys.argv[1:])
         Path(given["dump_dir"]).mkdir(parents=True, exist_ok=True)
