@@ -40,15 +40,14 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-import xxhash
 import yaml
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim.adamw import adamw
+from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
 # fmt: off
 IGNORE = -100  # a target without a loss
-xxh3 = xxhash.xxh3_64_hexdigest
 Named = dict[str, Tensor]
 
 class Mistake(Exception):
@@ -113,8 +112,7 @@ def nested(items: dict[str, Any]) -> dict[str, Any]:
         functools.reduce(lambda at, group: at.setdefault(group, {}), groups, tree)[last] = value
     return tree
 
-def namespace(items: dict[str, Any]) -> Any:
-    """c.model.dim for what has the key model.dim."""
+def namespace(items: dict[str, Any]) -> Any:  # has c.model.dim for the key model.dim
     return json.loads(json.dumps(nested(items)), object_hook=lambda d: SimpleNamespace(**d))
 
 def read_config(words: list[str]) -> dict[str, Any]:
@@ -272,7 +270,7 @@ def open_bin(name: str, paths: list[str], tokenizer: dict[str, Any]) -> Source:
     kept = {number for _, number, _ in held}
     train = [tokens for _, number, tokens in blocks if number not in kept and len(tokens)]
     texts = [t for *_, b in held for t in np.split(b, np.flatnonzero(b == eos) + 1) if len(t)]
-    digest, pairs = xxhash.xxh3_128_hexdigest, zip(files, samples, strict=True)
+    digest, pairs = xxh3_128_hexdigest, zip(files, samples, strict=True)
     content = [eos, *([len(file), digest(b""), digest(sample.data)] for file, sample in pairs)]
     fingerprint = hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
     return Source(name, fingerprint, tokenizer, train, [(0, 0, text) for text in texts], eos)
@@ -439,7 +437,7 @@ class Transformer(nn.Module):
         return loss_sum(self.norm(x), self.output.weight, targets)
 
     @torch.no_grad()
-    def init(self, seed: int) -> None:
+    def init(self, seed: int) -> "Transformer":
         """Matrices are normal, cut off at three deviations: what lies beyond is drawn again."""
         m = self.m
         for name, p in self.named_parameters():
@@ -454,6 +452,7 @@ class Transformer(nn.Module):
                 again = normal(key_of(seed, name, draw := draw + 1), p.shape, std)
                 values = torch.where(beyond, again, values)
             p.copy_(values if p.dim() > 1 else torch.ones(p.shape))
+        return self
 
 def normal(key: int, shape: torch.Size, std: float) -> Tensor:
     """float32, a function of key and index (Box and Muller, 1958), computed in float64."""
@@ -591,8 +590,9 @@ class Reader(dcp.FileSystemReader):
             raise Mistake(f"{self.path}: refers to more than tensors of its folder")
         return metadata
 
-def checksum(file: Path) -> str:
-    return xxh3(np.memmap(file, "u1", "r").data)
+def hash_of(content: Path | dict[str, Any]) -> str:  # of a file or a manifest
+    manifest = json.dumps(content, sort_keys=True).encode() if isinstance(content, dict) else b""
+    return xxh3_64_hexdigest(manifest or np.memmap(str(content), "u1", "r").data)
 
 def checkpoints(root: Path, verify: bool = False) -> list[tuple[int, Path]]:
     """(serial, folder), in the order of publication, of those whose files have their sizes, or
@@ -601,10 +601,10 @@ def checkpoints(root: Path, verify: bool = False) -> list[tuple[int, Path]]:
     for path in root.glob("[0-9]" * 10):
         with suppress(OSError, ValueError, KeyError, TypeError):
             manifest = json.loads((path / "manifest.json").read_bytes())
-            right = manifest.pop("xxh3_64") == xxh3(json.dumps(manifest, sort_keys=True).encode())
+            right = manifest.pop("xxh3_64") == hash_of(manifest)
             for file, entry in ((path / name, entry) for name, entry in manifest["files"].items()):
                 right &= file.stat().st_size == entry["size"]
-                right = right and (not verify or checksum(file) == entry["xxh3_64"])
+                right = right and (not verify or hash_of(file) == entry["xxh3_64"])
             if right and manifest["step"] == int(path.name):
                 found.append((manifest["serial"], path))
     return sorted(found)
@@ -651,8 +651,8 @@ def locked(folder: Path) -> Iterator[Callable[[], None]]:
 VERSIONS = {"lingua": "onefile", "torch": torch.__version__, "python": sys.version.split()[0],
             "cpu_capability": torch.backends.cpu.get_cpu_capability()}
 
-def train(config: dict[str, Any], check_lock: Callable[[], None]) -> None:
-    """The run of a config by dotted key, from its newest checkpoint on."""
+def train(config: dict[str, Any], check_lock: Callable[[], None]) -> int:
+    """The run of a config by dotted key, from its newest checkpoint on; returns the exit code."""
     seconds, folder, state = config.pop("seconds"), Path(config["dump_dir"]), dict[str, Any]()
     root = folder / "checkpoints"
     newest = next((path for _, path in reversed(checkpoints(root, verify=True))), None)
@@ -694,9 +694,7 @@ def train(config: dict[str, Any], check_lock: Callable[[], None]) -> None:
     torch.backends.cuda.matmul.allow_tf32 = c.distributed.matmul_allow_tf32
     device = torch.device("cuda" if is_cuda else "cpu")
     dtype = torch.bfloat16 if c.distributed.model_dtype == "bf16" else torch.float32
-    rows, model = Rows(c, sources), Transformer(c.model)
-    model.init(c.seed)
-    model.to(device)
+    rows, model = Rows(c, sources), Transformer(c.model).init(c.seed).to(device)
     named, tensors = dict(model.named_parameters()), Named()  # live: they are saved and loaded
     for name, p in named.items():
         moments = {key: torch.zeros_like(p).detach() for key in ("exp_avg", "exp_avg_sq")}
@@ -759,12 +757,12 @@ def train(config: dict[str, Any], check_lock: Callable[[], None]) -> None:
                  "data": content, "versions": VERSIONS}
         (new / "train_state.json").write_text(json.dumps(state, indent=1))
         (new / "config.yaml").write_text(text)
-        files = {file.name: {"size": file.stat().st_size, "xxh3_64": checksum(file)}
+        files = {file.name: {"size": file.stat().st_size, "xxh3_64": hash_of(file)}
                  for file in sorted(new.iterdir())}
         serial = 1 + max((serial for serial, _ in checkpoints(root)), default=0)
         manifest: Any = {"format": 1, "step": progress["step"], "serial": serial, "files": files,
                          "created_at": datetime.now(UTC).isoformat(timespec="seconds")}
-        manifest["xxh3_64"] = xxh3(json.dumps(manifest, sort_keys=True).encode())
+        manifest["xxh3_64"] = hash_of(manifest)
         (new / "manifest.json").write_text(json.dumps(manifest, indent=1))
         os.sync()
         check_lock()
@@ -777,8 +775,9 @@ def train(config: dict[str, Any], check_lock: Callable[[], None]) -> None:
                 rmtree(path)
     # ---- the loop
     signals = list[int]()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, lambda number, frame: signals.append(number))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+            signal.signal(number, lambda number, frame: signals.append(number))
     end, step_tokens = min(c.steps, c.stop_at or c.steps), c.data.global_batch_size * c.data.seq_len
     n_parameters, exact = sum(p.numel() for p in named.values()), c.deterministic == "mesh"
     limit = "" if seconds is None else f", for {seconds:g} s: on another machine it is another run"
@@ -817,7 +816,7 @@ def train(config: dict[str, Any], check_lock: Callable[[], None]) -> None:
                     "tokens_per_s": speed, "batch_hash": f"{hashed % 2**64:016x}",
                     "skipped_steps": progress["skipped_steps"]}
             write("metrics.jsonl", line)
-            print(f"step {step}: loss {line['loss']:.4f}, norm {line['grad_norm']:.3f}, rate {lr:.2e}, "
+            print(f"step {step}: loss {line['loss']:.4f}, norm {float(norm):.3f}, rate {lr:.2e}, "
                   f"{speed:,.0f} tokens/s", flush=True)
             shown_step, shown_at = step, time.monotonic()
         due = step == c.steps or (c.validation.every > 0 and step % c.validation.every == 0)
@@ -830,14 +829,15 @@ def train(config: dict[str, Any], check_lock: Callable[[], None]) -> None:
         if over or overdue or (dump.every > 0 and step % dump.every == 0):
             save()
             saved_at = time.monotonic()
-    stopped = f"stopped after step {progress['step']}: the same command goes on"
-    print(stopped if signals else held_out or validate(c, rows, loss_of)[0])
+    stopped = f"stopped after step {progress['step']}" if signals else ""
+    print(stopped or held_out or validate(c, rows, loss_of)[0])
+    return 128 + signals[0] if signals else 0
 
 @torch.no_grad()
 def validate(c: Any, rows: Rows, loss_of: Callable[..., Tensor]) -> tuple[str, list[Any]]:
     """The loss on held-out documents of all sources, in words, and a line of metrics for each."""
     v, seq_len, nats, n_bytes, n_tokens = c.validation, c.data.seq_len, 0.0, 0, 0
-    lines = list[dict[str, Any]]()
+    lines: list[dict[str, Any]] = []
     for source in rows.sources:
         n, known, chosen = 0, 0, list[tuple[int, int, np.ndarray]]()
         for hashed, text_bytes, document in source.held_out:
@@ -874,7 +874,7 @@ if __name__ == "__main__":
         given = read_config(sys.argv[1:])
         Path(given["dump_dir"]).mkdir(parents=True, exist_ok=True)
         with locked(Path(given["dump_dir"])) as still_locked:
-            train(given, still_locked)
+            sys.exit(train(given, still_locked))
     except (Mistake, OSError) as mistake:
         print(f"onefile: {mistake}", file=sys.stderr)
         sys.exit(2)
