@@ -58,19 +58,19 @@ def shard_folder(name: str, args: DataArgs, tokenizer: Tokenizer) -> Path:
     return Path(args.cache_dir or Path(args.root_dir, ".tokens")) / f"{name}-{digest}"
 
 
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a manifest and the record of token files have of it."""
+    about = {key: getattr(tokenizer, key) for key in ("vocab_size", "bos_id", "eos_id")}
+    return {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint(), **about}
+
+
 def shard_spec(name: str, args: DataArgs, tokenizer: Tokenizer) -> ShardSpec:
     """Returns the specification of the shards of source `name`."""
     n_values = tokenizer.vocab_size * (1 if args.chat is None else N_KINDS)
     manifest = Manifest(
         version=FORMAT_VERSION,
         source=name,
-        tokenizer={
-            "name": tokenizer.name,
-            "fingerprint": tokenizer.fingerprint(),
-            "vocab_size": tokenizer.vocab_size,
-            "bos_id": tokenizer.bos_id,
-            "eos_id": tokenizer.eos_id,
-        },
+        tokenizer=describe_tokenizer(tokenizer),
         add_bos=args.add_bos,
         add_eos=args.add_eos,
         dtype=np.min_scalar_type(n_values - 1).newbyteorder("<").str,

@@ -1,7 +1,7 @@
 """Opening, checking and recording the token files of a source (lingua.data.token_source).
 
-A record in the cache has the source's fingerprint, the files with their sizes and times, and the
-hashes of those that `lingua data verify` has read whole.
+A record in the cache has the source's fingerprint, its tokenizer, the files with their sizes and
+times, and the hashes of those that `lingua data verify` has read whole.
 """
 
 import json
@@ -9,12 +9,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from lingua.base.errors import UserError
 from lingua.base.files import load_json, read_bytes, write_atomically
 from lingua.base.format import counted, human_bytes
 from lingua.data.args import DataArgs
-from lingua.data.cache import TOKEN_RECORD, shard_folder
+from lingua.data.cache import TOKEN_RECORD, describe_tokenizer, shard_folder
 from lingua.data.files import IO_THREADS, FilePart, hash_part
 from lingua.data.shards import (
     SHARDS_MANIFEST,
@@ -71,7 +72,7 @@ def prepare(
             if content != known[file.path][1]:
                 raise _changed(file, record)
     hashes = {path: content for path, (_, content) in known.items()}
-    _write_record(record, source, hashes)
+    _write_record(record, source, tokenizer, hashes)
     (folder / SHARDS_MANIFEST).unlink(missing_ok=True)  # of text that was there before
     total = source.manifest.total
     n_tokens, held_out = (total("train", "tokens"), total("heldout", "tokens"))
@@ -120,7 +121,8 @@ def verify(name: str, args: DataArgs, tokenizer: Tokenizer, files: list[FilePart
     with ThreadPoolExecutor(IO_THREADS) as threads:
         hashes = list(threads.map(read, range(len(files))))
     new = [file.path for file in files if file.path not in known]
-    _write_record(record, source, {f.path: h for f, h in zip(files, hashes, strict=True)})
+    hashed = {f.path: h for f, h in zip(files, hashes, strict=True)}
+    _write_record(record, source, tokenizer, hashed)
     tokens = sum(source.manifest.total(split, "tokens") for split in SPLITS)
     size = human_bytes(sum(file.size for file in files))
     state = "hashes recorded" if new else "as recorded"
@@ -143,12 +145,16 @@ def _known_hashes(record: Path) -> dict[str, tuple[int, str]]:
     return {}
 
 
-def _write_record(record: Path, source: TokenSource, hashes: dict[str, str]) -> None:
+def _write_record(
+    record: Path, source: TokenSource, tokenizer: Tokenizer, hashes: dict[str, str]
+) -> None:
     files = [file.part for file in source.files]
     kept = {file.path: hashes[file.path] for file in files if file.path in hashes}
     fields = ("path", "full", "size", "mtime_ns")
     listed = [{key: getattr(file, key) for key in fields} for file in files]
-    content = {"fingerprint": source.fingerprint, "files": listed, "hashes": kept}
+    about = describe_tokenizer(tokenizer)
+    content: dict[str, Any] = {"fingerprint": source.fingerprint, "tokenizer": about}
+    content |= {"files": listed, "hashes": kept}
     text = json.dumps(content, indent=1)
     with suppress(OSError):
         if read_bytes(record) == text.encode():

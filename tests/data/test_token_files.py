@@ -1,6 +1,7 @@
 """Files of tokens that other tools make: their rows, documents and held-out text are those of the
 same tokens in shards of ours."""
 
+import json
 import logging
 import os
 from dataclasses import replace
@@ -421,6 +422,22 @@ def test_what_a_sample_does_not_have_is_found_in_its_row_and_by_verify(tmp_path)
     assert Prepared(args).built and not open_sources(args, BYTES)["a"].in_place
     (tmp_path / "a.jsonl").unlink()
     assert prepare(write(tmp_path, "uint16")).in_place
+
+
+def test_the_record_has_the_tokenizer_as_the_manifest_of_shards_has_it(tmp_path):
+    args = write(tmp_path, "uint16")
+    source, record = prepare(args), shard_folder("a", args, BYTES) / TOKEN_RECORD
+    prepared = record.read_bytes()
+    about = {"fingerprint": BYTES.fingerprint(), "vocab_size": 258, "bos_id": BOS, "eos_id": EOS}
+    assert json.loads(prepared)["tokenizer"] == {"name": "bytes", **about}
+    write_jsonl(tmp_path / "b.jsonl", TEXTS)
+    of_shards = Prepared(make_args(tmp_path), "b").source.manifest.tokenizer
+    assert json.loads(prepared)["tokenizer"] == of_shards
+    del (earlier := json.loads(prepared))["tokenizer"]  # a record of an earlier version
+    record.write_text(json.dumps(earlier))
+    assert open_sources(args, BYTES)["a"].fingerprint == source.fingerprint
+    verify_source("a", args, BYTES)
+    assert json.loads(record.read_bytes())["tokenizer"] == of_shards
 
 
 def test_records_of_tokens_and_arrow_files_of_text_become_the_shards_of_their_text(tmp_path):
