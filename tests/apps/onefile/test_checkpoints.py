@@ -273,9 +273,6 @@ def test_folders_that_cannot_be_written_and_shards_that_were_cut_are_named(onefi
 
 def test_keys_that_do_not_fit_each_other_are_named(onefile):
     mistakes: list[dict[str, Any]] = [
-        {"model.head_dim": 5},
-        {"model.head_dim": "null", "model.dim": 23},
-        {"model.n_kv_heads": 3},
         {"grad_acc_steps": 2, "data.batch_size": 3},
         {"grad_acc_steps": 8},
         {"model.vocab_size": 100},
