@@ -5,6 +5,7 @@ CONTRIBUTING.md states the rule that fenced blocks follow:
     ```bash, ```console     commands; of the latter the lines after `$ `, the others are output
     ```bash not-run         the same, for commands that a test cannot run; they are parsed alone
     ```LANGUAGE PATH        a file of the repository, of which it is a part, or else one to be made
+    ```diff PATH            a change of a file of the repository, which has the lines that go
 """
 
 import importlib.util
@@ -81,6 +82,11 @@ class Block:
     def is_file(self) -> bool:
         return bool(self.info) and not self.has_commands
 
+    @property
+    def is_change(self) -> bool:
+        """A change of a file: lines that begin with "-" go, those with "+" come."""
+        return self.is_file and self.language == "diff"
+
     def commands(self) -> Iterator[tuple[str, list[str]]]:
         """(command, lines of output shown after it)."""
         if self.language == "bash":
@@ -143,7 +149,10 @@ def test_every_link_module_file_and_name_of_a_page_exists(name):
     for block in blocks(page):  # an excerpt is in its file
         if block.is_file and block.info in listed():
             whole = plain_lines((ROOT / block.info).read_text(encoding="utf-8"))
-            for part in re.split(r"^ *\.\.\.\n", block.text, flags=re.M):
+            text = block.text
+            if block.is_change:
+                text = re.sub(r"^(\+.*\n|[ -])", "", text, flags=re.M)
+            for part in re.split(r"^ *\.\.\.\n", text, flags=re.M):
                 assert plain_lines(part) in whole, f"{block.where}: {part}"
 
 

@@ -24,6 +24,7 @@ from lingua.parallel.program import run_program
 MEASUREMENTS: dict[str, tuple[str, int | None]] = {
     "step": ("tokens per second, MFU and memory beside a bare loop, by shape", 3),
     "loop": ("what the loop costs over a bare forward, backward and step", 8),
+    "onefile": ("tokens per second of apps/onefile over apps/main", 8),
     "attention": ("documents on a CPU one by one, over a mask of whole rows", 10),
     "recurrence": ("scans on a CPU, over a loop of positions and over attention", 5),
     "busy": ("tokens per second beside busy processes, by how threads wait", 3),

@@ -84,6 +84,12 @@ def check_ablate(results: dict[str, Any]) -> None:
     assert all(base[i]["loss"] != arm[i]["loss"] for arm in other[1:] for i in range(2))
 
 
+def check_onefile(results: dict[str, Any]) -> None:
+    main, file = results["last"]["main"], results["last"]["onefile"]
+    assert all(main[key] == file[key] for key in ("step", "loss", "grad_norm", "batch_hash"))
+    assert main["created_at"] != file["created_at"]
+
+
 def check_sync(rows: list[dict[str, Any]]) -> None:
     """On a mesh of 2 x 2, with four micro-steps."""
     last, replica_last, every, exact = rows
@@ -110,11 +116,13 @@ CHECKS = {
     "promise": check_promise,
     "pairs": check_pairs,
     "ablate": check_ablate,
+    "onefile": check_onefile,
 }
 VOCABULARY = "model.vocab_size=258"
 SMALLEST: dict[str, list[str]] = {
     "loop": [*RUN, "--repeats=2"],
     "step": [*RUN, "--repeats=1", VOCABULARY, "distributed.compile=false"],
+    "onefile": [*RUN, "--repeats=1"],
     "step reference=nanogpt": [*RUN, "--repeats=1"],
     "generate": [*RUN, "--repeats=1", "data.seq_len=72"],
     "debug": RUN,
@@ -139,6 +147,7 @@ SMALLEST: dict[str, list[str]] = {
 }
 EQUAL = {"apart": 0.0, "loss_difference": 0.0, "equal tokens": 1.0}  # beside the reference
 SOAK = (
+    "onefile",
     "busy",
     "generate",
     "checkpoint",
