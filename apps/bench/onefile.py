@@ -1,8 +1,6 @@
-"""Tokens per second of apps/onefile over those of apps/main, on one run that both take.
-
-They take turns of a step in one process: apps/onefile checks its lock before each micro-batch, and
-here that check lets apps/main take a step. Saving and held-out losses are left out.
-"""
+"""Tokens per second of apps/onefile over those of apps/main, a step each in turns in one process:
+apps/onefile checks its lock before each micro-batch, and here that check lets apps/main take a
+step. Saving and held-out losses are left out."""
 
 import io
 from contextlib import redirect_stdout
@@ -28,7 +26,6 @@ def measure(keys: list[str], repeats: int) -> Report:
     args.logging.freq = n_steps = (1 + repeats) * ROUND
     turns: list[list[np.ndarray]] = []  # by step: the file, apps/main
     with TemporaryDirectory() as folder:
-        Path(folder, "onefile").mkdir()
         args.dump_dir, args.checkpoint.path = f"{folder}/main", None
         with training(app, args, n_steps) as (_, steps), redirect_stdout(io.StringIO()):
             n_micro, n_checks, since = args.micro_steps(1)[0], -1, clock()
@@ -42,9 +39,10 @@ def measure(keys: list[str], repeats: int) -> Report:
                     turns.append([begin - since, clock() - begin])
                     since = clock()
 
-            words = [f"dump_dir={folder}/onefile", f"stop_at={n_steps}", "validation.tokens=1"]
+            words = [f"dump_dir={folder}", f"stop_at={n_steps}", "validation.tokens=1"]
             onefile.train(onefile.read_config([f"{folder}/main/config.yaml", *words]), check)
-        last = {name: read_lines(Path(folder, name, METRICS))[-1] for name in ("main", "onefile")}
+        files = {"main": args.folder, "onefile": Path(folder)}
+        last = {name: read_lines(file / METRICS)[-1] for name, file in files.items()}
     if len(turns) < n_steps:  # a signal stopped apps/onefile
         raise KeyboardInterrupt
     seconds = np.array(turns[ROUND:]).reshape(repeats, ROUND, 2, 2).sum(1)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from fractions import Fraction
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from shutil import rmtree
 from types import SimpleNamespace
@@ -42,7 +42,6 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim.adamw import adamw
 from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
@@ -51,12 +50,12 @@ IGNORE = -100  # a target without a loss
 Named = dict[str, Tensor]
 
 class Mistake(Exception):
-    """Of the user: printed in one line, exit code 2."""
+    """A mistake of the user: printed in one line, exit code 2."""
 
 # ---------------------------------------------------------------------------------- config
-# All keys of apps/main and their defaults, so that each reads the config.yaml of the other; its
-# --help explains them. Those of FIXED are not implemented here: another value is refused. Some have
-# no effect in one process (data.workers, distributed.timeout_s, ...).
+# All keys of apps/main, whose --help explains them, so that each reads the other's config.yaml.
+# Some defaults differ. Those of FIXED are not implemented here: another value is refused. Some keys
+# have no effect in one process (data.workers, distributed.timeout_s, ...).
 
 DEFAULTS = """
 {name: onefile, dump_dir: null, seed: 42, steps: 1000, stop_at: null, grad_acc_steps: null,
@@ -95,6 +94,11 @@ CHOICES = {
     "model.init_std_factor": ("disabled", "global_depth", "current_depth", "dim_ratio", "zero"),
     "model.attn_impl": ("auto", "sdpa"), "optim.on_nonfinite": ("stop", "skip"),
     "optim.scheduler": ("constant", "linear", "cosine", "wsd")}
+# Keys that may be null are text, float or else int.
+TEXT = re.compile(r"dump_dir|.*(cache_dir|tokenizer\.\w+|grad_sync|_dtype)")
+FLOAT = re.compile(r"seconds|.*(multiplier|std|minutes)")
+ANY_NUMBER = re.compile(r"seed|model\.vocab_size|checkpoint\.dump\.(every|keep)")
+MAY_BE_0 = re.compile(r"pr.*|.*(every\w*|workers|warmup|decay|ratio|beta\d|lr|fraction|momentum)")
 GUARDED = re.compile(r"seed|data\.(content|sources|seq_l|global|add_|tokenizer)|model\.(?!attn)")
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -128,21 +132,37 @@ def read_config(words: list[str]) -> dict[str, Any]:
             raise Mistake(f"{word}: is no KEY=VALUE and no config.yaml: {error}") from None
     if (path := given.pop("bin", None)) is not None:
         given |= {"data.root_dir": str(Path(path).parent), "data.sources": {Path(path).name: 1.0}}
+        if not Path(path).is_file():
+            raise Mistake(f"bin = {path}: is no file")
     for key, value in given.items():
         is_fixed = any(key == k or key.startswith(f"{k}.") for k in fixed)
         if key not in config and not is_fixed:
             raise Mistake(f"{key}: unknown key")
         default = config.get(key)
         with suppress(TypeError, ValueError):  # to YAML 4e-3 is text
-            value = float(value) if type(default) is float or key == "seconds" else value
+            value = float(value) if type(default) is float or FLOAT.fullmatch(key) else value
         allowed = CHOICES.get(key, (default,) if is_fixed else (value,))
         if value not in allowed:
             why = "is not implemented here (apps/main has it); " if is_fixed else ""
             raise Mistake(f"{key} = {value}: {why}must be {' or '.join(map(str, allowed))}")
         if key not in CHOICES and default is not None and type(value) is not type(default):
             raise Mistake(f"{key} = {value}: must be of type {type(default).__name__}")
+        is_number, kind = type(value) in (int, float), float if FLOAT.fullmatch(key) else int
+        is_text = default is not None or value is None or is_fixed or TEXT.fullmatch(key)
+        if not (is_text or type(value) is kind):
+            raise Mistake(f"{key} = {value}: must be null or of type {kind.__name__}")
+        least = value > 0 or (value == 0 and MAY_BE_0.fullmatch(key)) if is_number else True
+        if not (least or ANY_NUMBER.fullmatch(key) or is_fixed):
+            raise Mistake(f"{key} = {value}: must be above 0")
         config[key] = value
-    if not config["data.sources"] or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    weights = dict[str, float]()
+    with suppress(TypeError, ValueError):
+        weights = {name: float(weight) for name, weight in config["data.sources"].items()}
+    is_whole = len(weights) == len(config["data.sources"])
+    if not is_whole or not all(0 <= weight < math.inf for weight in weights.values()):
+        raise Mistake(f"data.sources = {config['data.sources']}: must be numbers, 0 or above")
+    config["data.sources"] = weights
+    if not any(weights.values()) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise Mistake("needs data.sources or bin=FILE, and one process: apps/main has any number")
     return config | {"dump_dir": str(config["dump_dir"] or f"runs/{config['name']}")}
 
@@ -151,35 +171,30 @@ def read_config(words: list[str]) -> dict[str, Any]:
 # next. Row k of an epoch is element k of a permutation of the rows, keyed by (seed, source, epoch).
 
 def key_of(*parts: object) -> int:
-    """64 bits, signed, of the parts."""
+    """A signed hash of 64 bits of the parts."""
     text = "\0".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 def hash_bits(key: int | Tensor, index: Tensor) -> Tensor:
     """64 bits for each int64 of `index`: SplitMix64 (Steele, Lea and Flood, 2014) in the state
     key + index * golden ratio, modulo 2^64."""
-
-    def xor_shifted(x: Tensor, n: int) -> Tensor:  # >> of int64 repeats the sign, which is masked
-        return x ^ ((x >> n) & ((1 << (64 - n)) - 1))
-
-    x = xor_shifted(index * (0x9E3779B97F4A7C15 - 2**64) + key, 30)
-    x = xor_shifted(x * (0xBF58476D1CE4E5B9 - 2**64), 27) * (0x94D049BB133111EB - 2**64)
-    return xor_shifted(x, 31)
+    x = index * (0x9E3779B97F4A7C15 - 2**64) + key
+    for n, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 2**64 + 1)):
+        shifted = (x >> n) & ((1 << (64 - n)) - 1)  # >> of int64 repeats the sign
+        x = (x ^ shifted) * (factor - 2**64)
+    return x
 
 def mix(x: int, key: int) -> int:
-    """32 bits of two numbers below 2^64: murmur3's finaliser with constants of Stafford."""
+    """A hash of 32 bits of two numbers below 2^64 (murmur3's finaliser, Stafford's constants)."""
     x = (x ^ key) * 0xBF58476D1CE4E5B9 % 2**64
     return ((x ^ x >> 32) * 0x94D049BB133111EB % 2**64) >> 32
 
-@functools.cache
-def round_keys(seed: int, source: str, epoch: int) -> list[int]:
-    text = json.dumps([seed, source, epoch]).encode()
-    digest = hashlib.blake2b(text, digest_size=64, person=b"lingua rows").digest()
-    return np.frombuffer(digest, "<u8").tolist()
-
-def permuted(k: int, size: int, keys: list[int]) -> int:
+def permuted(k: int, size: int, *key: int | str) -> int:
     """Element k of a permutation of range(size): a Feistel network of 8 rounds on the bits of
     size - 1, again where its result is not below size."""
+    text = json.dumps(key).encode()
+    digest = hashlib.blake2b(text, digest_size=64, person=b"lingua rows").digest()
+    keys = np.frombuffer(digest, "<u8").tolist()
     n_low = (size - 1).bit_length() // 2
     low_mask, high_mask = (1 << n_low) - 1, (1 << (size - 1).bit_length() - n_low) - 1
     while True:
@@ -196,7 +211,7 @@ class Source(NamedTuple):
     tokenizer: dict[str, Any]  # fingerprint, vocab_size, bos_id, eos_id
     parts: list[np.ndarray]  # the tokens to train on, one after another
     held_out: list[tuple[int, int, np.ndarray]]  # by hash: hash and bytes of the text, or 0; tokens
-    first: int | None  # the token before the held-out documents
+    first: int | None  # the token before the first held-out document
 
 def open_source(name: str, c: Any, saved: dict[str, str]) -> Source:
     """What `lingua data prepare` has prepared, or a .bin as nanoGPT writes it. Of several that fit,
@@ -215,7 +230,10 @@ def open_source(name: str, c: Any, saved: dict[str, str]) -> Source:
                 raise Mistake(f"data.sources.{name}: {path}: files of another form, or changed")
             found = [other for other in found if other.fingerprint != source.fingerprint] + [source]
         elif [about[key] for key in ("source", "add_bos", "add_eos")] == [name, *marks]:
-            found.append(open_shards(path.parent, about))
+            try:
+                found.append(open_shards(path.parent, about))
+            except ValueError as error:  # of numpy: a file is shorter than it was
+                raise Mistake(f"{path.parent}: is not what its manifest says: {error}") from None
     fitting = [s for s in found if s.fingerprint == saved.get(f"data.content.{name}")]
     found = fitting if len(found) > 1 and fitting else found
     if not found and (file := Path(c.data.root_dir, name)).suffix == ".bin" and file.is_file():
@@ -231,21 +249,17 @@ def open_shards(folder: Path, manifest: dict[str, Any]) -> Source:
     """Of each shard files of tokens and int64 [documents, 3]: tokens, bytes, hash of the text."""
     tokenizer, train, held_out = manifest["tokenizer"], list[np.ndarray](), list[Any]()
     for shard in manifest["shards"]:
-        name = shard["name"]
-        paths = [folder / f"{name}.{split}.tokens" for split in ("train", "heldout")]
-        dtype, table = manifest["dtype"], np.fromfile(folder / f"{name}.heldout.documents", "<i8")
-        for path, split in zip(paths, (shard["train"], shard["heldout"]), strict=True):
-            if path.stat().st_size != split["tokens"] * np.dtype(dtype).itemsize:
-                raise Mistake(f"{path}: has not the size that its manifest says; prepare it again")
-        of_split = [np.memmap(p, dtype, "r") if p.stat().st_size else np.empty(0) for p in paths]
-        sizes, n_bytes, hashes = table.reshape(-1, 3).T
-        texts = np.split(of_split[1], sizes.cumsum())[:-1]
-        held_out += zip(hashes.tolist(), n_bytes.tolist(), texts, strict=True)
-        train += [of_split[0]] if len(of_split[0]) else []
+        path, dtype = folder / shard["name"], manifest["dtype"]
+        sizes, n_bytes, hashes = np.fromfile(f"{path}.heldout.documents", "<i8").reshape(-1, 3).T
+        if n := shard["train"]["tokens"]:  # np.memmap refuses a shorter file
+            train.append(np.memmap(f"{path}.train.tokens", dtype, "r", shape=n))
+        if n := shard["heldout"]["tokens"]:
+            tokens = np.memmap(f"{path}.heldout.tokens", dtype, "r", shape=n)
+            texts = np.split(tokens, sizes.cumsum())[:-1]
+            held_out += zip(hashes.tolist(), n_bytes.tolist(), texts, strict=True)
     held_out.sort(key=lambda document: document[0])  # at random, and always the same
     first = tokenizer["eos_id"] if manifest["add_eos"] else tokenizer["bos_id"]
-    about = manifest["source"], manifest["fingerprint"], tokenizer
-    return Source(*about, train, held_out, first)
+    return Source(manifest["source"], manifest["fingerprint"], tokenizer, train, held_out, first)
 
 def open_bin(name: str, paths: list[str], tokenizer: dict[str, Any]) -> Source:
     """Files of uint16 tokens. One block in 50 is held out, by a hash of its number: from the first
@@ -310,7 +324,7 @@ class Rows:
         (name, _, _, parts, *_), ends = self.sources[s], self.ends[s]
         n_rows = (int(ends[-1]) - 1) // seq_len
         epoch, k = divmod(before + taken, n_rows)
-        start = permuted(k, n_rows, round_keys(self.c.seed, name, epoch)) * seq_len
+        start = permuted(k, n_rows, self.c.seed, name, epoch) * seq_len
         i = int(np.searchsorted(ends, start, "right"))
         tokens = parts[i][start - int(ends[i]) + len(parts[i]) :][: seq_len + 1]
         while len(tokens) <= seq_len:  # it goes on in the next part
@@ -328,22 +342,20 @@ class Rows:
             n_rows = min(c.data.batch_size, size)
             cuts = [*range(0, size, n_rows), size]
         for begin, end in pairwise(cuts):
-            tokens = torch.zeros(n_rows, seq_len, dtype=torch.int64)
-            targets, n = torch.full_like(tokens, IGNORE), end - begin
-            rows = np.stack([self.row(at) for at in range(position + begin, position + end)])
+            ids = range(position + begin, position + end)
+            rows = torch.from_numpy(np.stack([self.row(at) for at in ids]).astype(np.int64))
             if (largest := int(rows.max())) >= c.model.vocab_size:
                 raise Mistake(f"model.vocab_size = {c.model.vocab_size}: a token is {largest}")
-            both = torch.from_numpy(rows.astype(np.int64))
-            tokens[:n], targets[:n] = both[:, :-1], both[:, 1:]
-            values = torch.cat((tokens[:n], targets[:n]), 1)
+            x, y, rest = rows[:, :-1], rows[:, 1:], (0, 0, 0, n_rows - len(rows))
+            values = torch.cat((x, y), 1)
             words = hash_bits(hash_bits(0, torch.arange(2 * seq_len)), values).sum(1)
-            ids = torch.arange(position + begin, position + end)
-            yield tokens, targets, int(hash_bits(words, ids).sum())
+            hashed = int(hash_bits(words, torch.tensor(ids)).sum())
+            yield F.pad(x, rest), F.pad(y, rest, value=IGNORE), hashed
 
 # ---------------------------------------------------------------------------------- model
 # Llama: RMSNorm before attention and feed-forward, rotary positions, grouped keys and values,
 # SwiGLU. B rows, S positions, H heads, D features of a head, E features of the residual stream.
-# Where the same can be computed in several ways, rounding decides for the one of apps/main.
+# Where several ways compute the same, this is the one of apps/main, since each rounds differently.
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
@@ -387,8 +399,7 @@ class Attention(nn.Module):
         q, k, v = (t.type_as(x).transpose(1, 2) for t in (*turned, v))  # B H S D
         if q.is_cuda and q.dtype == torch.float32:  # whose kernels do not know grouped heads
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        shared = q.shape[1] > k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape != q.shape)
         return self.wo(out.transpose(1, 2).flatten(-2))
 
 class FeedForward(nn.Module):
@@ -407,7 +418,7 @@ class Block(nn.Module):
     def __init__(self, m: Any) -> None:
         super().__init__()
         self.attention, self.feed_forward = Attention(m), FeedForward(m)
-        self.attention_norm, self.ffn_norm = (RMSNorm(m.dim, m.norm_eps) for _ in "ab")
+        self.attention_norm, self.ffn_norm = (RMSNorm(m.dim, m.norm_eps) for _ in range(2))
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), turn)
@@ -447,10 +458,10 @@ class Transformer(nn.Module):
                 std /= {"disabled": 1.0, "global_depth": (2 * (m.n_layers + 1)) ** 0.5,
                         "current_depth": (2 * (depth + 1)) ** 0.5, "dim_ratio": m.dim / 4096,
                         "zero": math.inf}[m.init_std_factor]
-            values = normal(key_of(seed, name, draw := 0), p.shape, std)
+            draws = (normal(key_of(seed, name, i), p.shape, std) for i in count())
+            values = next(draws)
             while bool((beyond := values.abs() > 3 * std).any()):
-                again = normal(key_of(seed, name, draw := draw + 1), p.shape, std)
-                values = torch.where(beyond, again, values)
+                values = torch.where(beyond, next(draws), values)
             p.copy_(values if p.dim() > 1 else torch.ones(p.shape))
         return self
 
@@ -549,14 +560,9 @@ def grad_norm(grads: list[Tensor], exact: bool) -> Tensor:
         return nn.utils.get_total_norm(grads).square().sqrt()
     largest = torch.stack([g.abs().max() for g in grads])
     unit = torch.ldexp(torch.ones_like(largest).double(), largest.frexp().exponent)
-    counts = torch.zeros(len(grads), 2, dtype=torch.int64, device=unit.device)
-    for count, grad, one in zip(counts, grads, unit, strict=True):
-        for part in grad.flatten().split(1 << 22):
-            squares = (part.double() / one).square_().mul_(2.0**30)
-            high = squares.floor()
-            low = squares.sub_(high).mul_(2.0**30)
-            count += torch.stack((high.sum(dtype=torch.int64), low.sum(dtype=torch.int64)))
-    high, low = counts.double().unbind(1)
+    squares = [(g.double() / u).square_().mul_(2.0**30) for g, u in zip(grads, unit, strict=True)]
+    high = torch.stack([s.sum(dtype=torch.int64) for s in map(torch.floor, squares)]).double()
+    low = torch.stack([(s.frac() * 2.0**30).sum(dtype=torch.int64) for s in squares]).double()
     norm = ((high / 2.0**30 + low / 2.0**60) * unit.square()).sum().sqrt().float()
     return torch.where(largest.isfinite().all(), norm, math.inf)
 
@@ -566,11 +572,10 @@ def grad_norm(grads: list[Tensor], exact: bool) -> Tensor:
 # there. Nothing that is read is executed.
 
 ALLOWED = {  # what DCP's .metadata may refer to
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo", "collections": "OrderedDict",
     "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties "
-    "_MEM_FORMAT_ENCODING BytesStorageMetadata ChunkStorageMetadata TensorStorageMetadata",
-    "pathlib": "PosixPath", "torch.serialization": "_get_layout",
-    "torch": "Size " + " ".join(n for n, v in vars(torch).items() if isinstance(v, torch.dtype)),
+    "_MEM_FORMAT_ENCODING ChunkStorageMetadata TensorStorageMetadata",  # bytes torch would execute
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo", "pathlib": "PosixPath",
+    "torch.serialization": "_get_layout", "torch": "Size float32",
 }
 
 class Unpickler(pickle.Unpickler):
@@ -583,11 +588,9 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         with open(Path(self.path, ".metadata"), "rb") as f:
             metadata = Unpickler(f).load()
-        files = [Path(place.relative_path) for place in metadata.storage_data.values()]
-        entries = metadata.state_dict_metadata.values()  # torch unpickles what is no tensor
-        are_tensors = all(isinstance(entry, TensorStorageMetadata) for entry in entries)
-        if not are_tensors or any(file.name != str(file) for file in files):
-            raise Mistake(f"{self.path}: refers to more than tensors of its folder")
+        files = [str(place.relative_path) for place in metadata.storage_data.values()]
+        if any(Path(file).name != file for file in files):
+            raise Mistake(f"{self.path}: refers to files outside of its folder")
         return metadata
 
 def hash_of(content: Path | dict[str, Any]) -> str:  # of a file or a manifest
@@ -701,8 +704,8 @@ def train(config: dict[str, Any], check_lock: Callable[[], None]) -> int:
         moments["step"] = torch.zeros((), device=device)
         tensors[f"model.{name}"] = p.detach()
         tensors |= {f"optim.{key}.{name}": t for key, t in moments.items()}
-    spared = [name for name in named if "norm." in name or name.startswith("tok_embeddings")]
-    groups = [(c.optim.weight_decay, [n for n in named if n not in spared]), (0.0, spared)]
+    no_decay = [name for name in named if "norm." in name or name.startswith("tok_embeddings")]
+    groups = [(c.optim.weight_decay, [n for n in named if n not in no_decay]), (0.0, no_decay)]
     if newest is not None:
         (reader := Reader(newest)).read_metadata()  # a Mistake in it would be one of torch's
         dcp.load(tensors, storage_reader=reader, no_dist=True)
@@ -721,10 +724,8 @@ def train(config: dict[str, Any], check_lock: Callable[[], None]) -> int:
         copy.replace(path)
 
     for file in folder.glob("metrics*.jsonl"):  # without the lines of steps that are undone
-        kept, whole = list[bytes](), file.read_bytes().splitlines(keepends=True)
-        for entry in (entry for entry in whole if entry.endswith(b"\n")):
-            with suppress(ValueError):  # a torn one
-                kept += [entry] if json.loads(entry).get("step", 0) <= progress["step"] else []
+        whole = [t for t in file.read_bytes().splitlines(keepends=True) if t.endswith(b"}\n")]
+        kept = [t for t in whole if json.loads(t).get("step", 0) <= progress["step"]]
         replace(file, b"".join(kept))
     for path in root.glob("[0-9]*.tmp-*"):  # a save that did not end
         rmtree(path)
@@ -836,36 +837,32 @@ def train(config: dict[str, Any], check_lock: Callable[[], None]) -> int:
 @torch.no_grad()
 def validate(c: Any, rows: Rows, loss_of: Callable[..., Tensor]) -> tuple[str, list[Any]]:
     """The loss on held-out documents of all sources, in words, and a line of metrics for each."""
-    v, seq_len, nats, n_bytes, n_tokens = c.validation, c.data.seq_len, 0.0, 0, 0
-    lines: list[dict[str, Any]] = []
+    seq_len, limit = c.data.seq_len, c.validation.tokens or c.validation.bytes
+    nats, n_bytes, n_tokens, lines = 0.0, 0, 0, list[dict[str, Any]]()
     for source in rows.sources:
-        n, known, chosen = 0, 0, list[tuple[int, int, np.ndarray]]()
-        for hashed, text_bytes, document in source.held_out:
-            if n < (v.tokens or v.bytes):
-                chosen.append((hashed, text_bytes, document))
-                n += len(document) if v.tokens or not text_bytes else text_bytes
-                known += text_bytes
-        text = np.array([hashed for hashed, *_ in chosen], "<i8").tobytes()
-        first = [] if source.first is None else [np.array([source.first])]
-        stream = np.concatenate([*first, *(d for *_, d in chosen), []]).astype(np.int64)
-        if not chosen or (n := len(stream) - 1) < 1:
+        sizes = [n if n and not c.validation.tokens else len(t) for _, n, t in source.held_out]
+        chosen = source.held_out[: int(np.searchsorted(np.cumsum(sizes), limit)) + 1]
+        known, text = sum(n for _, n, _ in chosen), np.array([h for h, *_ in chosen], "<i8")
+        first = [] if source.first is None else [source.first]
+        documents = np.concatenate([first, *(t for *_, t in chosen)]).astype("<i8")
+        if not chosen or (n := len(documents) - 1) < 1:
             continue
-        shape = -(-n // seq_len), seq_len
-        tokens, targets = torch.zeros(shape).long(), torch.full(shape, IGNORE)
-        tokens.view(-1)[:n], targets.view(-1)[:n] = map(torch.from_numpy, (stream[:-1], stream[1:]))
-        size, sums = min(len(tokens), max(c.data.batch_size, 4096 // seq_len)), list[float]()
-        for x, y in zip(tokens.split(size), targets.split(size), strict=True):
-            rest = (0, 0, 0, size - len(x))
-            sums.append(float(loss_of(F.pad(x, rest), F.pad(y, rest, value=IGNORE))))
-        total = math.fsum(sums)
+        stream, size = torch.from_numpy(documents), max(c.data.batch_size, 4096 // seq_len)
+        shape = -1, min(-(-n // seq_len), size), seq_len
+        rest = (0, -n % (shape[1] * seq_len))
+        tokens = F.pad(stream[:-1], rest).view(shape)
+        targets = F.pad(stream[1:], rest, value=IGNORE).view(shape)
+        total = math.fsum(float(loss_of(x, y)) for x, y in zip(tokens, targets, strict=True))
         line = {"source": source.name, "nats_per_token": total / n, "tokens": n}
-        line["text"] = hashlib.blake2b(text, digest_size=6).hexdigest()
+        line["text"] = hashlib.blake2b(text.tobytes(), digest_size=6).hexdigest()
         if known:
             bits = total / known / torch.tensor(2.0).log().item()
             line |= {"nats_per_byte": total / known, "bits_per_byte": bits, "bytes": known}
         lines.append(line)
-        nats, n_tokens, n_bytes = nats + total, n_tokens + n, n_bytes + (known or 0)
-    per, unit = (n_bytes, "byte") if n_bytes else (max(1, n_tokens), "token")
+        nats, n_tokens, n_bytes = nats + total, n_tokens + n, n_bytes + known
+    if not n_tokens:
+        return "no document is held out", lines
+    per, unit = (n_bytes, "byte") if n_bytes else (n_tokens, "token")
     return f"held-out {nats / per:.4f} nats/{unit}", lines
 
 if __name__ == "__main__":

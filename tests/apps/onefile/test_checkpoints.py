@@ -102,7 +102,7 @@ def test_nothing_of_a_checkpoint_is_executed(onefile, run):
     whole = pickle.loads(metadata.read_bytes())
     entry = next(iter(whole.storage_data.values()))
     entry.relative_path = "../elsewhere"
-    for content, name in ((pickle.dumps(Touch(made)), "mkdir"), (pickle.dumps(whole), "tensors")):
+    for content, name in ((pickle.dumps(Touch(made)), "mkdir"), (pickle.dumps(whole), "outside")):
         metadata.write_bytes(content)
         seal(run.checkpoint(6))
         more = KEEP_ALL | {"stop_at": 7}
@@ -266,7 +266,7 @@ def test_folders_that_cannot_be_written_and_shards_that_were_cut_are_named(onefi
     root = shutil.copytree(runs.text, tmp_path / "text")
     [tokens, *_] = sorted((root / ".tokens").glob("one-*/*.train.tokens"))
     os.truncate(tokens, tokens.stat().st_size - 100)
-    assert tokens.name in onefile.train({"data.root_dir": root}, refused=True).error
+    assert tokens.parent.name in onefile.train({"data.root_dir": root}, refused=True).error
     shutil.rmtree(root / ".tokens")
     assert "lingua data prepare" in onefile.train({"data.root_dir": root}, refused=True).error
 

@@ -16,7 +16,7 @@ from tests.apps.onefile.conftest import FILE, module
 
 pytestmark = pytest.mark.quick
 
-MAX_LINES = 880
+MAX_LINES = 920
 DEFAULTS = flatten(TrainArgs())
 BASE = {"data.sources": "{one: 1}", "app": "apps.main", "name": "x", "device": "cpu"}
 BASE |= {"model.n_heads": 4}
@@ -131,9 +131,13 @@ def test_no_key_is_missing_and_none_is_of_the_file_alone():
 
 
 MISTAKES = """
-optim.lrr=1 model.dim=wide model.dim=1.5 optim.lr=fast data.add_bos=1 optim.lr=[1]
-optim.scheduler=none device=tpu data.sources=one data.sources={} data.sources.one=1 model=5
-nowhere.yaml optim
+optim.lrr=1 model.dim=wide model.dim=1.5 model.dim=0 steps=-1 optim.lr=fast optim.lr=.nan
+data.add_bos=1 data.batch_size=0 data.seq_len=0 logging.freq=0 stop_at=x stop_at=1.5
+optim.lr=[1] grad_acc_steps=0
+grad_acc_steps=x data.global_batch_size=x model.n_kv_heads=x model.head_dim=[1] seconds=x seconds=0
+model.ffn_dim_multiplier=x model.init_base_std=-1 distributed.threads=x validation.tokens=x
+optim.clip=0 optim.scheduler=none device=tpu data.sources=one data.sources={} data.sources={"one":0}
+data.sources={"one":"x"} data.sources={"one":-1} data.sources.one=1 model=5 nowhere.yaml optim
 """
 
 
