@@ -11,8 +11,8 @@ decides, by arithmetic, from which source its row is and which row of that sourc
 shuffled in memory, and the position is all the state that data has. Initial weights are hashes of
 (seed, name, index). The gradient is that of (sum of token losses) / (targets) over the G rows,
 however micro-batches divide them; AdamW follows it at a rate that depends on the step. A checkpoint
-has weights, moments and the position. In this order: config, rows, model, initial weights, loss,
-optimizer and rate, checkpoint, loop.
+has weights, moments and the position. In this order: rows, model, initial weights, loss, optimizer
+and rate, loop, checkpoint, config.
 """
 
 import functools
@@ -51,120 +51,6 @@ Named = dict[str, Tensor]
 
 class Mistake(Exception):
     """A mistake of the user: printed in one line, exit code 2."""
-
-# ---------------------------------------------------------------------------------- config
-# All keys of apps/main, whose --help explains them, so that each reads the other's config.yaml.
-# Some defaults differ. Those of FIXED are not implemented here: another value is refused. Some keys
-# have no effect in one process (data.workers, distributed.timeout_s, ...).
-
-DEFAULTS = """
-{name: onefile, dump_dir: null, seed: 42, steps: 1000, stop_at: null, grad_acc_steps: null,
-device: auto, deterministic: false, # true, or mesh: the same bits as on any number of ranks
-data: {root_dir: data, cache_dir: null, sources: {}, source_files: {}, seq_len: 256, batch_size: 16,
-  global_batch_size: null, add_bos: true, add_eos: true, workers: 1, on_bad_record: stop,
-  tokenizer: {name: bytes, path: null, bos: null, eos: null}},
-model: {dim: 128, n_layers: 4, head_dim: null, n_heads: null, n_kv_heads: null, multiple_of: 32,
-  ffn_dim_multiplier: null, norm_eps: 1.0e-05, rope_theta: 10000.0, init_base_std: null,
-  init_std_factor: disabled, attn_impl: auto, vocab_size: -1, weight_tying: false},
-optim: {lr: 4.0e-3, weight_decay: 0.1, beta1: 0.9, beta2: 0.95, epsilon: 1.0e-08, clip: 1.0,
-  scheduler: cosine, warmup: 100, lr_min_ratio: 0.1, decay_fraction: 0.1, exp_factor: 0.5,
-  on_nonfinite: stop, muon: {momentum: 0.95, nesterov: true, ns_steps: 5, rms: 0.2, dtype: bf16}},
-distributed: {rendezvous_s: 600.0, timeout_s: 1800.0, step_timeout_s: 240.0, grad_sync: null,
-  reshard: always, threads: null, model_dtype: null, matmul_allow_tf32: false},
-checkpoint: {dump: {every: 100, keep: 2, every_minutes: null}, on_error: continue, verify: full},
-validation: {every: 0, bytes: 200000, tokens: null}, probe: {every: null}, logging: {freq: 10},
-profiling: {mem_warmup: 0, mem_steps: 2, profile_warmup: 10, profile_steps: 2}}
-"""
-FIXED = """
-{app: apps.main, samples: {every: 0}, eval: null, logging: {wandb: null}, profiling: {run: false},
-data: {stages: [], n_views: 2, chat: null, document_mask: none, on_no_targets: stop},
-model: {rope_scaling: null, sliding_window: null, qkv_bias: false, qk_norm: null,
-  norm_placement: null, dropout: 0.0},
-optim: {name: adamw, lr_scale: {}, cycle_length: 1.0, cosine_theta: 1.0},
-distributed: {dp_replicate: 1, dp_shard: null, tp_size: 1, float8: null, compile: false,
-  activation_checkpointing: none},
-checkpoint: {eval: {every: 0, keep: -1}, keep_every: 0, keep_best: false, path: null,
-  async_save: false, init_from: null, continue_training_from_init: false, allow_change: []},
-validation: {sources: []}}
-"""
-MAPS = ("data.sources", "data.source_files", "optim.lr_scale")  # keys whose values are mappings
-CHOICES = {
-    "deterministic": (False, True, "mesh"), "distributed.dp_shard": (None, 1),
-    "device": ("auto", "cpu", "cuda"), "distributed.model_dtype": (None, "bf16", "fp32"),
-    "model.init_std_factor": ("disabled", "global_depth", "current_depth", "dim_ratio", "zero"),
-    "model.attn_impl": ("auto", "sdpa"), "optim.on_nonfinite": ("stop", "skip"),
-    "optim.scheduler": ("constant", "linear", "cosine", "wsd")}
-# Keys that may be null are text, float or else int.
-TEXT = re.compile(r"dump_dir|.*(cache_dir|tokenizer\.\w+|grad_sync|_dtype)")
-FLOAT = re.compile(r"seconds|.*(multiplier|std|minutes)")
-ANY_NUMBER = re.compile(r"seed|model\.vocab_size|checkpoint\.dump\.(every|keep)")
-MAY_BE_0 = re.compile(r"pr.*|.*(every\w*|workers|warmup|decay|ratio|beta\d|lr|fraction|momentum)")
-GUARDED = re.compile(r"seed|data\.(content|sources|seq_l|global|add_|tokenizer)|model\.(?!attn)")
-
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
-    items = dict[str, Any]()
-    for name, value in tree.items():
-        is_group = isinstance(value, dict) and prefix + name not in MAPS
-        items |= flat(value, f"{prefix}{name}.") if is_group else {prefix + name: value}
-    return items
-
-def nested(items: dict[str, Any]) -> dict[str, Any]:
-    tree = dict[str, Any]()
-    for key, value in items.items():
-        *groups, last = key.split(".")
-        functools.reduce(lambda at, group: at.setdefault(group, {}), groups, tree)[last] = value
-    return tree
-
-def namespace(items: dict[str, Any]) -> Any:  # has c.model.dim for the key model.dim
-    return json.loads(json.dumps(nested(items)), object_hook=lambda d: SimpleNamespace(**d))
-
-def read_config(words: list[str]) -> dict[str, Any]:
-    """The config of the words of a command, by dotted key. Raises Mistake."""
-    fixed, given = flat(yaml.safe_load(FIXED)), dict[str, Any]()
-    config = flat(yaml.safe_load(DEFAULTS)) | fixed | {"seconds": None}
-    for word in words:
-        key, equals, text = word.partition("=")
-        try:
-            tree = yaml.safe_load(text if equals else Path(word).read_text(encoding="utf-8"))
-            given |= flat({key: tree} if equals else tree)
-        except (OSError, AttributeError, yaml.YAMLError) as error:
-            raise Mistake(f"{word}: is no KEY=VALUE and no config.yaml: {error}") from None
-    if (path := given.pop("bin", None)) is not None:
-        given |= {"data.root_dir": str(Path(path).parent), "data.sources": {Path(path).name: 1.0}}
-        if not Path(path).is_file():
-            raise Mistake(f"bin = {path}: is no file")
-    for key, value in given.items():
-        is_fixed = any(key == k or key.startswith(f"{k}.") for k in fixed)
-        if key not in config and not is_fixed:
-            raise Mistake(f"{key}: unknown key")
-        default = config.get(key)
-        with suppress(TypeError, ValueError):  # to YAML 4e-3 is text
-            value = float(value) if type(default) is float or FLOAT.fullmatch(key) else value
-        allowed = CHOICES.get(key, (default,) if is_fixed else (value,))
-        if value not in allowed:
-            why = "is not implemented here (apps/main has it); " if is_fixed else ""
-            raise Mistake(f"{key} = {value}: {why}must be {' or '.join(map(str, allowed))}")
-        if key not in CHOICES and default is not None and type(value) is not type(default):
-            raise Mistake(f"{key} = {value}: must be of type {type(default).__name__}")
-        is_number, kind = type(value) in (int, float), float if FLOAT.fullmatch(key) else int
-        is_text = default is not None or value is None or is_fixed or TEXT.fullmatch(key)
-        if not (is_text or type(value) is kind):
-            raise Mistake(f"{key} = {value}: must be null or of type {kind.__name__}")
-        least = value > 0 or (value == 0 and MAY_BE_0.fullmatch(key)) if is_number else True
-        if not (least or ANY_NUMBER.fullmatch(key) or is_fixed):
-            raise Mistake(f"{key} = {value}: must be above 0")
-        config[key] = value
-    weights = dict[str, float]()
-    with suppress(TypeError, ValueError):
-        weights = {name: float(weight) for name, weight in config["data.sources"].items()}
-    is_whole = len(weights) == len(config["data.sources"])
-    if not is_whole or not all(0 <= weight < math.inf for weight in weights.values()):
-        raise Mistake(f"data.sources = {config['data.sources']}: must be numbers, 0 or above")
-    config["data.sources"] = weights
-    if not any(weights.values()) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise Mistake("needs data.sources or bin=FILE, and one process: apps/main has any number")
-    return config | {"dump_dir": str(config["dump_dir"] or f"runs/{config['name']}")}
 
 # ---------------------------------------------------------------------------------- rows
 # A source is one long array of tokens, cut into rows of seq_len + 1 tokens that share one with the
@@ -566,89 +452,6 @@ def grad_norm(grads: list[Tensor], exact: bool) -> Tensor:
     norm = ((high / 2.0**30 + low / 2.0**60) * unit.square()).sum().sqrt().float()
     return torch.where(largest.isfinite().all(), norm, math.inf)
 
-# ---------------------------------------------------------------------------------- checkpoint
-# A folder a step: DCP's files of model.NAME and optim.STATE.NAME, train_state.json, config.yaml and
-# a manifest of sizes and checksums. Written under another name and renamed last, it is whole or not
-# there. Nothing that is read is executed.
-
-ALLOWED = {  # what DCP's .metadata may refer to
-    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties "
-    "_MEM_FORMAT_ENCODING ChunkStorageMetadata TensorStorageMetadata",  # bytes torch would execute
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo", "pathlib": "PosixPath",
-    "torch.serialization": "_get_layout", "torch": "Size float32",
-}
-
-class Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in ALLOWED.get(module, "").split():
-            raise Mistake(f".metadata refers to {module}.{name}, which is not executed")
-        return super().find_class(module, name)
-
-class Reader(dcp.FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        with open(Path(self.path, ".metadata"), "rb") as f:
-            metadata = Unpickler(f).load()
-        files = [str(place.relative_path) for place in metadata.storage_data.values()]
-        if any(Path(file).name != file for file in files):
-            raise Mistake(f"{self.path}: refers to files outside of its folder")
-        return metadata
-
-def hash_of(content: Path | dict[str, Any]) -> str:  # of a file or a manifest
-    manifest = json.dumps(content, sort_keys=True).encode() if isinstance(content, dict) else b""
-    return xxh3_64_hexdigest(manifest or np.memmap(str(content), "u1", "r").data)
-
-def checkpoints(root: Path, verify: bool = False) -> list[tuple[int, Path]]:
-    """(serial, folder), in the order of publication, of those whose files have their sizes, or
-    their checksums too."""
-    found = []
-    for path in root.glob("[0-9]" * 10):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            manifest = json.loads((path / "manifest.json").read_bytes())
-            right = manifest.pop("xxh3_64") == hash_of(manifest)
-            for file, entry in ((path / name, entry) for name, entry in manifest["files"].items()):
-                right &= file.stat().st_size == entry["size"]
-                right = right and (not verify or hash_of(file) == entry["xxh3_64"])
-            if right and manifest["step"] == int(path.name):
-                found.append((manifest["serial"], path))
-    return sorted(found)
-
-@contextmanager
-def locked(folder: Path) -> Iterator[Callable[[], None]]:
-    """Hold the lock of a dump dir, a file that names its process, as apps/main does. Yields a check
-    that it is still held, which also renews it. Raises Mistake where another process has it."""
-
-    def place_of(pid: int) -> str:  # this machine since its start, and the start of the process
-        with suppress(OSError):
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-            if state not in "ZX":
-                return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino} {fields[18]}"
-        return ""
-
-    path, host, mine = folder / "run.lock", os.uname().nodename, place_of(os.getpid())
-    content = f"process {os.getpid()} on {host}, {mine}, {os.urandom(8).hex()}\n"
-    if path.exists():
-        other = re.match(r"(process (\d+) on [^,]*), ((\S+) \d+),", path.read_text())
-        if other is None or other[4] != mine.split(" ")[0] or place_of(int(other[2])) == other[3]:
-            who = other[1] if other is not None else "an unknown process"
-            raise Mistake(f"{path}: {who} has this folder; if that is gone, remove the file")
-        path.unlink()  # its process died
-    with suppress(FileExistsError), path.open("x") as f:
-        f.write(content)
-
-    def check() -> None:
-        if not path.exists() or path.read_text() != content:
-            raise Mistake(f"{path}: another run has this folder; nothing more is written here")
-        os.utime(path)
-
-    check()
-    try:
-        yield check
-    finally:
-        with suppress(Mistake):
-            check()
-            path.unlink()
-
 # ---------------------------------------------------------------------------------- loop
 
 VERSIONS = {"lingua": "onefile", "torch": torch.__version__, "python": sys.version.split()[0],
@@ -864,6 +667,203 @@ def validate(c: Any, rows: Rows, loss_of: Callable[..., Tensor]) -> tuple[str, l
         return "no document is held out", lines
     per, unit = (n_bytes, "byte") if n_bytes else (n_tokens, "token")
     return f"held-out {nats / per:.4f} nats/{unit}", lines
+
+# ---------------------------------------------------------------------------------- checkpoint
+# A folder a step: DCP's files of model.NAME and optim.STATE.NAME, train_state.json, config.yaml and
+# a manifest of sizes and checksums. Written under another name and renamed last, it is whole or not
+# there. Nothing that is read is executed.
+
+ALLOWED = {  # what DCP's .metadata may refer to
+    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties "
+    "_MEM_FORMAT_ENCODING ChunkStorageMetadata TensorStorageMetadata",  # bytes torch would execute
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo", "pathlib": "PosixPath",
+    "torch.serialization": "_get_layout", "torch": "Size float32",
+}
+
+class Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in ALLOWED.get(module, "").split():
+            raise Mistake(f".metadata refers to {module}.{name}, which is not executed")
+        return super().find_class(module, name)
+
+class Reader(dcp.FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        with open(Path(self.path, ".metadata"), "rb") as f:
+            metadata = Unpickler(f).load()
+        files = [str(place.relative_path) for place in metadata.storage_data.values()]
+        if any(Path(file).name != file for file in files):
+            raise Mistake(f"{self.path}: refers to files outside of its folder")
+        return metadata
+
+def hash_of(content: Path | dict[str, Any]) -> str:  # of a file or a manifest
+    manifest = json.dumps(content, sort_keys=True).encode() if isinstance(content, dict) else b""
+    return xxh3_64_hexdigest(manifest or np.memmap(str(content), "u1", "r").data)
+
+def checkpoints(root: Path, verify: bool = False) -> list[tuple[int, Path]]:
+    """(serial, folder), in the order of publication, of those whose files have their sizes, or
+    their checksums too."""
+    found = []
+    for path in root.glob("[0-9]" * 10):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            manifest = json.loads((path / "manifest.json").read_bytes())
+            right = manifest.pop("xxh3_64") == hash_of(manifest)
+            for file, entry in ((path / name, entry) for name, entry in manifest["files"].items()):
+                right &= file.stat().st_size == entry["size"]
+                right = right and (not verify or hash_of(file) == entry["xxh3_64"])
+            if right and manifest["step"] == int(path.name):
+                found.append((manifest["serial"], path))
+    return sorted(found)
+
+@contextmanager
+def locked(folder: Path) -> Iterator[Callable[[], None]]:
+    """Hold the lock of a dump dir, a file that names its process, as apps/main does. Yields a check
+    that it is still held, which also renews it. Raises Mistake where another process has it."""
+
+    def place_of(pid: int) -> str:  # this machine since its start, and the start of the process
+        with suppress(OSError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+            if state not in "ZX":
+                return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino} {fields[18]}"
+        return ""
+
+    path, host, mine = folder / "run.lock", os.uname().nodename, place_of(os.getpid())
+    content = f"process {os.getpid()} on {host}, {mine}, {os.urandom(8).hex()}\n"
+    if path.exists():
+        other = re.match(r"(process (\d+) on [^,]*), ((\S+) \d+),", path.read_text())
+        if other is None or other[4] != mine.split(" ")[0] or place_of(int(other[2])) == other[3]:
+            who = other[1] if other is not None else "an unknown process"
+            raise Mistake(f"{path}: {who} has this folder; if that is gone, remove the file")
+        path.unlink()  # its process died
+    with suppress(FileExistsError), path.open("x") as f:
+        f.write(content)
+
+    def check() -> None:
+        if not path.exists() or path.read_text() != content:
+            raise Mistake(f"{path}: another run has this folder; nothing more is written here")
+        os.utime(path)
+
+    check()
+    try:
+        yield check
+    finally:
+        with suppress(Mistake):
+            check()
+            path.unlink()
+
+# ---------------------------------------------------------------------------------- config
+# All keys of apps/main, whose --help explains them, so that each reads the other's config.yaml.
+# Some defaults differ. Those of FIXED are not implemented here: another value is refused. Some keys
+# have no effect in one process (data.workers, distributed.timeout_s, ...).
+
+DEFAULTS = """
+{name: onefile, dump_dir: null, seed: 42, steps: 1000, stop_at: null, grad_acc_steps: null,
+device: auto, deterministic: false, # true, or mesh: the same bits as on any number of ranks
+data: {root_dir: data, cache_dir: null, sources: {}, source_files: {}, seq_len: 256, batch_size: 16,
+  global_batch_size: null, add_bos: true, add_eos: true, workers: 1, on_bad_record: stop,
+  tokenizer: {name: bytes, path: null, bos: null, eos: null}},
+model: {dim: 128, n_layers: 4, head_dim: null, n_heads: null, n_kv_heads: null, multiple_of: 32,
+  ffn_dim_multiplier: null, norm_eps: 1.0e-05, rope_theta: 10000.0, init_base_std: null,
+  init_std_factor: disabled, attn_impl: auto, vocab_size: -1, weight_tying: false},
+optim: {lr: 4.0e-3, weight_decay: 0.1, beta1: 0.9, beta2: 0.95, epsilon: 1.0e-08, clip: 1.0,
+  scheduler: cosine, warmup: 100, lr_min_ratio: 0.1, decay_fraction: 0.1, exp_factor: 0.5,
+  on_nonfinite: stop, muon: {momentum: 0.95, nesterov: true, ns_steps: 5, rms: 0.2, dtype: bf16}},
+distributed: {rendezvous_s: 600.0, timeout_s: 1800.0, step_timeout_s: 240.0, grad_sync: null,
+  reshard: always, threads: null, model_dtype: null, matmul_allow_tf32: false},
+checkpoint: {dump: {every: 100, keep: 2, every_minutes: null}, on_error: continue, verify: full},
+validation: {every: 0, bytes: 200000, tokens: null}, probe: {every: null}, logging: {freq: 10},
+profiling: {mem_warmup: 0, mem_steps: 2, profile_warmup: 10, profile_steps: 2}}
+"""
+FIXED = """
+{app: apps.main, samples: {every: 0}, eval: null, logging: {wandb: null}, profiling: {run: false},
+data: {stages: [], n_views: 2, chat: null, document_mask: none, on_no_targets: stop},
+model: {rope_scaling: null, sliding_window: null, qkv_bias: false, qk_norm: null,
+  norm_placement: null, dropout: 0.0},
+optim: {name: adamw, lr_scale: {}, cycle_length: 1.0, cosine_theta: 1.0},
+distributed: {dp_replicate: 1, dp_shard: null, tp_size: 1, float8: null, compile: false,
+  activation_checkpointing: none},
+checkpoint: {eval: {every: 0, keep: -1}, keep_every: 0, keep_best: false, path: null,
+  async_save: false, init_from: null, continue_training_from_init: false, allow_change: []},
+validation: {sources: []}}
+"""
+MAPS = ("data.sources", "data.source_files", "optim.lr_scale")  # keys whose values are mappings
+CHOICES = {
+    "deterministic": (False, True, "mesh"), "distributed.dp_shard": (None, 1),
+    "device": ("auto", "cpu", "cuda"), "distributed.model_dtype": (None, "bf16", "fp32"),
+    "model.init_std_factor": ("disabled", "global_depth", "current_depth", "dim_ratio", "zero"),
+    "model.attn_impl": ("auto", "sdpa"), "optim.on_nonfinite": ("stop", "skip"),
+    "optim.scheduler": ("constant", "linear", "cosine", "wsd")}
+# Keys that may be null are text, float or else int.
+TEXT = re.compile(r"dump_dir|.*(cache_dir|tokenizer\.\w+|grad_sync|_dtype)")
+FLOAT = re.compile(r"seconds|.*(multiplier|std|minutes)")
+ANY_NUMBER = re.compile(r"seed|model\.vocab_size|checkpoint\.dump\.(every|keep)")
+MAY_BE_0 = re.compile(r"pr.*|.*(every\w*|workers|warmup|decay|ratio|beta\d|lr|fraction|momentum)")
+GUARDED = re.compile(r"seed|data\.(content|sources|seq_l|global|add_|tokenizer)|model\.(?!attn)")
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    items = dict[str, Any]()
+    for name, value in tree.items():
+        is_group = isinstance(value, dict) and prefix + name not in MAPS
+        items |= flat(value, f"{prefix}{name}.") if is_group else {prefix + name: value}
+    return items
+
+def nested(items: dict[str, Any]) -> dict[str, Any]:
+    tree = dict[str, Any]()
+    for key, value in items.items():
+        *groups, last = key.split(".")
+        functools.reduce(lambda at, group: at.setdefault(group, {}), groups, tree)[last] = value
+    return tree
+
+def namespace(items: dict[str, Any]) -> Any:  # has c.model.dim for the key model.dim
+    return json.loads(json.dumps(nested(items)), object_hook=lambda d: SimpleNamespace(**d))
+
+def read_config(words: list[str]) -> dict[str, Any]:
+    """The config of the words of a command, by dotted key. Raises Mistake."""
+    fixed, given = flat(yaml.safe_load(FIXED)), dict[str, Any]()
+    config = flat(yaml.safe_load(DEFAULTS)) | fixed | {"seconds": None}
+    for word in words:
+        key, equals, text = word.partition("=")
+        try:
+            tree = yaml.safe_load(text if equals else Path(word).read_text(encoding="utf-8"))
+            given |= flat({key: tree} if equals else tree)
+        except (OSError, AttributeError, yaml.YAMLError) as error:
+            raise Mistake(f"{word}: is no KEY=VALUE and no config.yaml: {error}") from None
+    if (path := given.pop("bin", None)) is not None:
+        given |= {"data.root_dir": str(Path(path).parent), "data.sources": {Path(path).name: 1.0}}
+        if not Path(path).is_file():
+            raise Mistake(f"bin = {path}: is no file")
+    for key, value in given.items():
+        is_fixed = any(key == k or key.startswith(f"{k}.") for k in fixed)
+        if key not in config and not is_fixed:
+            raise Mistake(f"{key}: unknown key")
+        default = config.get(key)
+        with suppress(TypeError, ValueError):  # to YAML 4e-3 is text
+            value = float(value) if type(default) is float or FLOAT.fullmatch(key) else value
+        allowed = CHOICES.get(key, (default,) if is_fixed else (value,))
+        if value not in allowed:
+            why = "is not implemented here (apps/main has it); " if is_fixed else ""
+            raise Mistake(f"{key} = {value}: {why}must be {' or '.join(map(str, allowed))}")
+        if key not in CHOICES and default is not None and type(value) is not type(default):
+            raise Mistake(f"{key} = {value}: must be of type {type(default).__name__}")
+        is_number, kind = type(value) in (int, float), float if FLOAT.fullmatch(key) else int
+        is_text = default is not None or value is None or is_fixed or TEXT.fullmatch(key)
+        if not (is_text or type(value) is kind):
+            raise Mistake(f"{key} = {value}: must be null or of type {kind.__name__}")
+        least = value > 0 or (value == 0 and MAY_BE_0.fullmatch(key)) if is_number else True
+        if not (least or ANY_NUMBER.fullmatch(key) or is_fixed):
+            raise Mistake(f"{key} = {value}: must be above 0")
+        config[key] = value
+    weights = dict[str, float]()
+    with suppress(TypeError, ValueError):
+        weights = {name: float(weight) for name, weight in config["data.sources"].items()}
+    is_whole = len(weights) == len(config["data.sources"])
+    if not is_whole or not all(0 <= weight < math.inf for weight in weights.values()):
+        raise Mistake(f"data.sources = {config['data.sources']}: must be numbers, 0 or above")
+    config["data.sources"] = weights
+    if not any(weights.values()) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise Mistake("needs data.sources or bin=FILE, and one process: apps/main has any number")
+    return config | {"dump_dir": str(config["dump_dir"] or f"runs/{config['name']}")}
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
