@@ -466,7 +466,7 @@ def train(config: dict[str, Any], check_lock: Callable[[], None]) -> int:
         state = json.loads((newest / "train_state.json").read_bytes())
     elif any(root.glob("[0-9]" * 10)):
         raise Mistake(f"{root}: has checkpoints, but none that is whole; move them away")
-    # what the config leaves open, and what a resumed run must not change
+    # ---- what the config leaves open, and what a resumed run must not change
     c, saved_data = namespace(config), state.get("data", {})
     names = sorted(name for name, weight in config["data.sources"].items() if weight > 0)
     sources = [open_source(name, c, saved_data) for name in names]
