@@ -73,7 +73,7 @@ FAULTS = {
         "loss",
     ),
     "another rate": ("o.lr * (step + 1)", "o.lr * step", "lr"),
-    "decay of every weight": ("(0.0, spared)", "(c.optim.weight_decay, spared)", "tensors"),
+    "decay of every weight": ("(0.0, no_decay)", "(c.optim.weight_decay, no_decay)", "tensors"),
     "rows that are not hashed": ("hashed + rows_hash", "rows_hash", "batch_hash"),
 }
 DEFAULT_FAULTS = ("another order", "other weights", "a rounded loss")
