@@ -29,6 +29,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from fractions import Fraction
 from itertools import count, pairwise
 from pathlib import Path
@@ -100,8 +101,8 @@ class Source(NamedTuple):
     first: int | None  # the token before the first held-out document
 
 def open_source(name: str, c: Any, saved: dict[str, str]) -> Source:
-    """What `lingua data prepare` has prepared, or a .bin as nanoGPT writes it. Of several that fit,
-    the one of the fingerprints `saved`. Raises Mistake."""
+    """What `lingua data prepare` has prepared, or a .bin as nanoGPT writes it. `saved` has
+    the fingerprint that a run has recorded, if any. Raises Mistake."""
     cache, found = Path(c.data.cache_dir or Path(c.data.root_dir, ".tokens")), list[Source]()
     marks = c.data.add_bos, c.data.add_eos
     for path in sorted(cache.glob("*/*.json")):
@@ -120,13 +121,13 @@ def open_source(name: str, c: Any, saved: dict[str, str]) -> Source:
                 found.append(open_shards(path.parent, about))
             except ValueError as error:  # of numpy: a file is shorter than it was
                 raise Mistake(f"{path.parent}: is not what its manifest says: {error}") from None
-    fitting = [s for s in found if s.fingerprint == saved.get(f"data.content.{name}")]
-    found = fitting if len(found) > 1 and fitting else found
+    if (known := saved.get(f"data.content.{name}")) is not None:
+        found = [source for source in found if source.fingerprint == known]
     if not found and (file := Path(c.data.root_dir, name)).suffix == ".bin" and file.is_file():
         found = [open_bin(name, [str(file)], {})]
     if len(found) != 1:
-        why = "there are several" if found else "`lingua data prepare config=FILE` makes them"
-        raise Mistake(f"data.sources.{name}: needs its tokens, {cache}/{name}-*: {why}")
+        why = "there are several" if found else f"none{' that the run used' * bool(known)}"
+        raise Mistake(f"data.sources.{name}: {why} in {cache}; `lingua data prepare` makes them")
     if sum(map(len, found[0].parts)) <= c.data.seq_len:
         raise Mistake(f"data.sources.{name}: has no row of {c.data.seq_len} + 1 tokens")
     return found[0]
@@ -467,9 +468,11 @@ def train(config: dict[str, Any], check_lock: Callable[[], None]) -> int:
     elif any(root.glob("[0-9]" * 10)):
         raise Mistake(f"{root}: has checkpoints, but none that is whole; move them away")
     # ---- what the config leaves open, and what a resumed run must not change
+    of_run = sorted(Path(config.pop("run") or folder).glob("checkpoints/*/train_state.json"))
+    known = json.loads(of_run[-1].read_bytes())["data"] if of_run else {}
     c, saved_data = namespace(config), state.get("data", {})
     names = sorted(name for name, weight in config["data.sources"].items() if weight > 0)
-    sources = [open_source(name, c, saved_data) for name in names]
+    sources = [open_source(name, c, known | saved_data) for name in names]
     is_cuda = c.device == "cuda" or (c.device == "auto" and torch.cuda.is_available())
     for key, value in {
         "data.global_batch_size": c.data.batch_size * (c.grad_acc_steps or 1),
@@ -480,8 +483,8 @@ def train(config: dict[str, Any], check_lock: Callable[[], None]) -> int:
     }.items():
         config[key] = value if config[key] in (None, -1) else config[key]
     c, text = namespace(config), yaml.safe_dump(nested(config), sort_keys=False)
-    n_rows, limit = c.data.global_batch_size, c.data.batch_size
-    if c.grad_acc_steps not in (None, *range(-(-n_rows // limit), n_rows + 1)):
+    n_rows = c.data.global_batch_size
+    if c.grad_acc_steps not in (None, *range(-(-n_rows // c.data.batch_size), n_rows + 1)):
         raise Mistake(f"grad_acc_steps = {c.grad_acc_steps}: does not fit the global batch size")
     content = {f"data.content.{source.name}": source.fingerprint for source in sources}
     content["data.tokenizer.content"] = sources[0].tokenizer["fingerprint"]
@@ -794,7 +797,7 @@ CHOICES = {
     "model.attn_impl": ("auto", "sdpa"), "optim.on_nonfinite": ("stop", "skip"),
     "optim.scheduler": ("constant", "linear", "cosine", "wsd")}
 # Keys that may be null are text, float or else int.
-TEXT = re.compile(r"dump_dir|.*(cache_dir|tokenizer\.\w+|grad_sync|_dtype)")
+TEXT = re.compile(r"run|dump_dir|.*(cache_dir|tokenizer\.\w+|grad_sync|_dtype)")
 FLOAT = re.compile(r"seconds|.*(multiplier|std|minutes)")
 ANY_NUMBER = re.compile(r"seed|model\.vocab_size|checkpoint\.dump\.(every|keep)")
 MAY_BE_0 = re.compile(r"pr.*|.*(every\w*|workers|warmup|decay|ratio|beta\d|lr|fraction|momentum)")
@@ -821,12 +824,12 @@ def namespace(items: dict[str, Any]) -> Any:  # has c.model.dim for the key mode
 def read_config(words: list[str]) -> dict[str, Any]:
     """The config of the words of a command, by dotted key. Raises Mistake."""
     fixed, given = flat(yaml.safe_load(FIXED)), dict[str, Any]()
-    config = flat(yaml.safe_load(DEFAULTS)) | fixed | {"seconds": None}
+    config = flat(yaml.safe_load(DEFAULTS)) | fixed | {"seconds": None, "run": None}
     for word in words:
         key, equals, text = word.partition("=")
         try:
             tree = yaml.safe_load(text if equals else Path(word).read_text(encoding="utf-8"))
-            given |= flat({key: tree} if equals else tree)
+            given |= flat({key: tree} if equals else tree | {"run": str(Path(word).parent)})
         except (OSError, AttributeError, yaml.YAMLError) as error:
             raise Mistake(f"{word}: is no KEY=VALUE and no config.yaml: {error}") from None
     if (path := given.pop("bin", None)) is not None:
@@ -836,7 +839,7 @@ def read_config(words: list[str]) -> dict[str, Any]:
     for key, value in given.items():
         is_fixed = any(key == k or key.startswith(f"{k}.") for k in fixed)
         if key not in config and not is_fixed:
-            raise Mistake(f"{key}: unknown key")
+            raise Mistake(f"{key}: unknown key; close to {get_close_matches(key, config) or 'none'}")
         default = config.get(key)
         with suppress(TypeError, ValueError):  # to YAML 4e-3 is text
             value = float(value) if type(default) is float or FLOAT.fullmatch(key) else value

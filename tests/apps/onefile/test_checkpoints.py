@@ -271,6 +271,16 @@ def test_folders_that_cannot_be_written_and_shards_that_were_cut_are_named(onefi
     assert "lingua data prepare" in onefile.train({"data.root_dir": root}, refused=True).error
 
 
+def test_the_config_of_a_run_takes_the_tokens_that_the_run_used_alone(onefile, runs, run, tmp_path):
+    root = shutil.copytree(runs.text, tmp_path / "text")
+    words = [f"{run.dump_dir}/config.yaml", f"data.root_dir={root}", "stop_at=1"]
+    assert onefile.start([*words, f"dump_dir={tmp_path}/same"]).column("step") == [1]
+    for path in (root / ".tokens").glob("one-*/manifest.json"):  # those of another tokenizer
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"fingerprint": "0" * 32}))
+    other = onefile.start([*words, f"dump_dir={tmp_path}/other"], refused=True)
+    assert "data.sources.one: none that the run used" in other.error
+
+
 def test_keys_that_do_not_fit_each_other_are_named(onefile):
     mistakes: list[dict[str, Any]] = [
         {"grad_acc_steps": 2, "data.batch_size": 3},

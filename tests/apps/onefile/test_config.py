@@ -125,7 +125,7 @@ def test_each_key_of_apps_main_is_taken_or_refused_by_name(key):
 
 
 def test_no_key_is_missing_and_none_is_of_the_file_alone():
-    assert set(read()) == {*DEFAULTS, "seconds"}
+    assert set(read()) == {*DEFAULTS, "seconds", "run"}
     resolved = json.loads(json.dumps(asdict(load(TrainArgs, words())[0])))
     assert isinstance(read(*(f"{k}={json.dumps(v)}" for k, v in resolved.items())), dict)
 
