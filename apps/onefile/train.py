@@ -839,7 +839,7 @@ def read_config(words: list[str]) -> dict[str, Any]:
     for key, value in given.items():
         is_fixed = any(key == k or key.startswith(f"{k}.") for k in fixed)
         if key not in config and not is_fixed:
-            raise Mistake(f"{key}: unknown key; close to {get_close_matches(key, config) or 'none'}")
+            raise Mistake(f"{key}: unknown key, near {get_close_matches(key, config) or 'none'}")
         default = config.get(key)
         with suppress(TypeError, ValueError):  # to YAML 4e-3 is text
             value = float(value) if type(default) is float or FLOAT.fullmatch(key) else value
