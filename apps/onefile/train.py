@@ -758,7 +758,6 @@ def locked(folder: Path) -> Iterator[Callable[[], None]]:
 # All keys of apps/main, whose --help explains them, so that each reads the other's config.yaml.
 # Some defaults differ. Those of FIXED are not implemented here: another value is refused. Some keys
 # have no effect in one process (data.workers, distributed.timeout_s, ...).
-
 DEFAULTS = """
 {name: onefile, dump_dir: null, seed: 42, steps: 1000, stop_at: null, grad_acc_steps: null,
 device: auto, deterministic: false, # true, or mesh: the same bits as on any number of ranks
