@@ -38,6 +38,7 @@ def load(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     dtype: Literal["bf16", "fp32"] | None = None,
     tokenizer_path: str | None = None,
+    base_model: str | Path | None = None,
 ) -> "LM":
     """A trained model to use in this process, which needs no process group of its own.
 
@@ -48,12 +49,14 @@ def load(
             checkpoint names, else apps.main.
         dtype: that the model computes in; None: bf16 on CUDA, fp32 on the CPU.
         tokenizer_path: the tokenizer's file now; None: where it was in training, or in the folder.
+        base_model: the model that adapters change, now; None: where it was in training.
 
     Raises lingua.base.errors.UserError where it is none of these, or another app's, or damaged.
     """
     from lingua.tools.inference.lm import open_lm
 
-    return open_lm(str(path), app, device, dtype, tokenizer_path)
+    where = None if base_model is None else str(base_model)
+    return open_lm(str(path), app, device, dtype, tokenizer_path, where)
 
 
 def train(

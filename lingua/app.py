@@ -34,6 +34,8 @@ class Built:
     module: "nn.Module"  # a lingua.model.LanguageModel on the meta device, unless it is small
     plan: "ParallelPlan | None"  # its layout on a mesh; None: data parallel as one unit
     flops_per_token: float  # forward and backward, for the MFU
+    # its tensors that every start reads from `checkpoint.init_from` and no checkpoint has: frozen
+    base: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class App:
     probe: Callable[[Any], None] | None = None  # (Run), after the gradients of each step
     # () -> lingua.tools.exchange.hugging_face.HuggingFace, imported where one is read or written
     hugging_face: Callable[[], Any] | None = None
+    merges_into: "App | None" = None  # the app whose models these are, with low-rank changes
 
 
 def choose_app(argv: list[str], files: list[Values] | None = None) -> App:
@@ -79,7 +82,8 @@ def find_app(path: str | None, where: str) -> App:
     path = trusted.get(MAIN) if path is None else str(path)  # a file may have a number
     if path is None:
         raise UserError("app: must be given here as app=MODULE; this installation has no app main")
-    if path not in trusted.values():
+    folder = path.rpartition(".")[0] if path.startswith(f"{APPS.name}.") else None
+    if not {path, folder} & {*trusted.values()}:  # an app, or another module of an app here
         names = ", ".join(sorted(trusted.values())) or "none"
         raise UserError(
             f"app = {path} ({where}): is not imported because a file names it. To trust it, give "

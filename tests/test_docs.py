@@ -48,7 +48,7 @@ from lingua.tools.plan.make import PlanArgs, split_words
 from lingua.tools.runs.compare.pilot import PilotArgs
 from lingua.tools.runs.report.page import ReportArgs
 from lingua.tools.slurm.command_line import split_arguments
-from tests.programs import python
+from tests.programs import OF_OTHERS, python
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -152,7 +152,10 @@ def test_every_link_module_file_and_name_of_a_page_exists(name):
             text = block.text
             if block.is_change:
                 text = re.sub(r"^(\+.*\n|[ -])", "", text, flags=re.M)
-            for part in re.split(r"^ *\.\.\.\n", text, flags=re.M):
+            # Of its imports an excerpt has those that it needs, which need not be side by side.
+            imports = re.findall(r"^from \S+ import (?:\([^)]*\)|[^(\n]+)\n", text, flags=re.M)
+            others = text.removeprefix("".join(imports))
+            for part in [*imports, *re.split(r"^ *\.\.\.\n", others, flags=re.M)]:
                 assert plain_lines(part) in whole, f"{block.where}: {part}"
 
 
@@ -363,7 +366,7 @@ def test_the_commands_of_a_page_run_after_those_of_the_readme(toured, name):
 
 def run_page(page: Path, tree: Path) -> None:
     """Run the commands of a page; a line of output that it shows is one that they print."""
-    paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    paths = [str(forking_python()), str(Path(sys.executable).parent), os.environ["PATH"]]
     settings = {"PATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
     settings |= {"OMP_NUM_THREADS": "1", "HF_HOME": str(tree / "runs" / "hugging_face")}
     for block in blocks(page):
@@ -386,6 +389,15 @@ def run_page(page: Path, tree: Path) -> None:
             printed = {masked(line) for line in done.stdout.splitlines()}
             missing = [line for line in shown if masked(line) not in printed | {"", "..."}]
             assert not missing, "\n".join(["not printed:", *missing, output])
+
+
+@cache
+def forking_python() -> Path:
+    """A folder of `python` and `torchrun` that do without the seconds of importing torch."""
+    folder = Path(python(OF_OTHERS)[0]).parent
+    (folder / "torchrun").write_text('#!/bin/sh\nexec python -m torch.distributed.run "$@"\n')
+    (folder / "torchrun").chmod(0o700)
+    return folder
 
 
 def masked(line: str) -> str:

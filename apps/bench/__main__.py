@@ -3,8 +3,8 @@
     python -m apps.bench NAME [key=value ...]
 
 `key=value` changes the configuration, which is apps/main/configs/small.yaml unless `config=FILE`
-names another. For `step` it is a model of each size, for `debug` and `busy` the debug run of
-apps/main, for `ablate` the speedrun with all of its parts.
+names another. For `step` it is a model of each size, for `busy`, `debug` and `elastic` the debug
+run of apps/main, for `ablate` the speedrun with all of its parts.
 """
 
 import argparse
@@ -29,8 +29,11 @@ MEASUREMENTS: dict[str, tuple[str, int | None]] = {
     "recurrence": ("scans on a CPU, over a loop of positions and over attention", 5),
     "busy": ("tokens per second beside busy processes, by how threads wait", 3),
     "startup": ("seconds to the first step, by part", 5),
+    "elastic": ("seconds from the kill of one of four agents to the next step, by part", 5),
     "ranks": ("descriptors, messages and seconds of 8 to 64 ranks, by what grows", None),
     "sync": ("what distributed.grad_sync and deterministic: mesh send, and cost", 5),
+    "recheck": ("what distributed.check_every costs, as a share of a step", 5),
+    "lora": ("time and memory of a step with adapters, over full tuning", 5),
     "receipt": ("what a run records for audits, as a share of a step", 3),
     "debug": ("time and held-out loss of the debug run, from nothing to its end", None),
     "generate": ("tokens per second of generation, against transformers", 5),
@@ -47,6 +50,7 @@ CONFIG = APPS / "main/configs/small.yaml"
 CONFIGS = {
     "busy": APPS / "main/configs/debug.yaml",
     "debug": APPS / "main/configs/debug.yaml",
+    "elastic": APPS / "main/configs/debug.yaml",
     "ablate": APPS / "speedrun/configs/all_parts.yaml",
 }
 MODULES = {"ablate": "apps.speedrun.ablate"}  # of others: apps.bench.NAME

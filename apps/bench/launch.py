@@ -3,13 +3,18 @@
 import importlib
 import io
 import json
+import multiprocessing as mp
 import os
 import shlex
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from functools import partial
 from itertools import islice
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,9 +30,12 @@ from lingua.config.load import load, meta_lingua
 from lingua.parallel.program import run_program
 from lingua.parallel.signals import StopRequest
 from lingua.run.args import RunArgs
+from lingua.run.program import main as main_of_run
 from lingua.run.run import Run
 from lingua.run.start import start_run
 from lingua.tokenizer.build import build_tokenizer
+
+FAILS_S = 5.0  # for the other ranks once one has failed, to say what they know
 
 
 def with_defaults(defaults: Sequence[str], keys: Sequence[str]) -> list[str]:
@@ -62,6 +70,47 @@ def run(
     if done.returncode != 0:
         output = "\n".join((done.stdout or "").splitlines()[-20:])
         raise UserError(f"{shlex.join(command)}\nhas exit code {done.returncode}\n{output}")
+
+
+def train_forked(words: Sequence[str], ranks: int) -> None:
+    """Run the training program with these words in ranks on this machine, forked from a process
+    that has imported it: without torchrun, and the seconds of importing torch. Its output is shown
+    on stderr. Raises UserError where a rank fails."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["apps.main.train"])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    processes = [
+        context.Process(target=_train, args=(rank, ranks, port, list(words)))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        while (alive := [p.sentinel for p in processes if p.exitcode is None]) and not failed(
+            processes
+        ):
+            wait(alive)
+    finally:
+        for process in processes:
+            process.join(FAILS_S if failed(processes) else None)  # others name the rank
+            process.kill()
+    if failed(processes):
+        codes = [process.exitcode for process in processes]
+        raise UserError(f"{shlex.join(words)}: its ranks have exit codes {codes}")
+
+
+def failed(processes: Iterable[BaseProcess]) -> bool:
+    return any(process.exitcode for process in processes)
+
+
+def _train(rank: int, ranks: int, port: int, words: list[str]) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in (place | meeting).items()})
+    os.dup2(2, 1)
+    run_program(partial(main_of_run, words))
 
 
 def train_seed(keys: Sequence[str], folder: Path, seed: int) -> None:

@@ -6,16 +6,15 @@ batch. With `deterministic=mesh` compared are all numbers of every step and all 
 checkpoint, to the last bit: of a run on each mesh, and of one that changes its mesh at every start.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from apps.bench.launch import read_config, read_lines, run, with_defaults
+from apps.bench.launch import read_config, read_lines, train_forked, with_defaults
 from apps.bench.report import Report
-from apps.main import app as main_app
 from lingua.app import App, choose_app
 from lingua.base.dump_dir import CHECKPOINTS, METRICS
 from lingua.base.errors import UserError, import_optional
@@ -33,9 +32,9 @@ MESH = ", ".join(AXES)
 EXACT_MESHES = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1), (1, 5, 1))
 COLORS = ("#2a78d6", "#eb6834", "#1baf7a", "#4a3aa7", "#c98500")  # one for each start
 MUTED = "#666666"
-SHORT = ["steps=200", "data.seq_len=128", "optim.warmup=20", "validation.tokens=4096", "device=cpu"]
-# Of other apps, whose rows may have a length of their own: a minute on two cores.
-SHORTER = ["steps=10", "optim.warmup=2", "validation.tokens=4096", "device=cpu"]
+STEPS = 10
+# Each of the steps is to move the weights.
+DEFAULTS = [f"stop_at={STEPS}", "optim.warmup=2", "validation.tokens=4096", "device=cpu"]
 
 Metrics = list[dict[str, Any]]  # the metrics of every step of a run
 
@@ -62,10 +61,15 @@ def measure(keys: list[str], png: Path | None = None) -> Report:
         import_optional("matplotlib", "--png")  # a mistake is found before training
     with TemporaryDirectory() as folder:
         keys = [*keys, "logging.freq=1", f"data.cache_dir={folder}/cache"]
+        defaults = [*DEFAULTS, "data.batch_size=3"] if exact else DEFAULTS
+        keys = with_defaults(defaults, keys)
         if exact:
-            return measure_exact(app, with_defaults([*SHORTER, "data.batch_size=3"], keys), folder)
-        keys = with_defaults(SHORT if app is main_app else SHORTER, keys)
-        return measure_close(app, keys, folder, png)
+            report = measure_exact(app, keys, folder)
+        else:
+            report = measure_close(app, keys, folder, png)
+    args = read_config(keys, app)
+    steps = f"the first {args.end} of {args.steps} steps, of rows of {args.data.seq_len} tokens"
+    return replace(report, notes=[*report.notes, f"{steps}; stop_at=N takes more"])
 
 
 def measure_close(app: App, keys: list[str], folder: str, png: Path | None) -> Report:
@@ -99,7 +103,7 @@ def measure_close(app: App, keys: list[str], folder: str, png: Path | None) -> R
 
 
 def measure_exact(app: App, keys: list[str], folder: str) -> Report:
-    end, n = read_config(keys, app).steps, len(EXACT_MESHES)
+    end, n = read_config(keys, app).end, len(EXACT_MESHES)
     runs = {f"{sizes}": [(sizes, end)] for sizes in EXACT_MESHES}
     stops = [-(-end * i // n) for i in range(1, n + 1)]
     runs["one after the other"] = list(zip(EXACT_MESHES, stops, strict=True))
@@ -132,9 +136,9 @@ def starts_of(app: App, keys: list[str]) -> list[Start]:
     has_tp = plan is not None and plan.tp is not None
     chosen = [(sizes, rows) for sizes, rows in STARTS if has_tp or sizes[2] == 1]
     n = len(chosen)
-    if args.steps < n:
-        raise UserError(f"steps = {args.steps}: must be at least {n}, one for each start")
-    parts = pairwise(args.steps * i // n for i in range(n + 1))
+    if args.end < n:
+        raise UserError(f"stop_at = {args.end}: must be at least {n}, one for each start")
+    parts = pairwise(args.end * i // n for i in range(n + 1))
     return [Start(*pair, slice(*part)) for pair, part in zip(chosen, parts, strict=True)]
 
 
@@ -142,7 +146,7 @@ def train(keys: list[str], dump_dir: str, sizes: tuple[int, int, int]) -> Metric
     """Start the program on a mesh of these sizes; the metrics of all steps so far."""
     axes = zip(("dp_replicate", "dp_shard", "tp_size"), sizes, strict=True)
     mesh = [f"distributed.{name}={n}" for name, n in axes]
-    run("apps.main.train", [*keys, *mesh, f"dump_dir={dump_dir}"], prod(sizes), show=True)
+    train_forked([*keys, *mesh, f"dump_dir={dump_dir}"], prod(sizes))
     return read_lines(Path(dump_dir, METRICS))
 
 

@@ -1,9 +1,12 @@
 """One start of the training program, stamped with the time at which each part of it was done.
 
 python -m apps.bench.startup_probe stamps.json config=... key=value ...
+
+The file is written at the first step; `{pid}` in its name stands for the process.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +25,8 @@ ENDS = {
 
 
 def main() -> None:
-    path, *keys = sys.argv[1:]
+    name, *keys = sys.argv[1:]
+    path = Path(name.replace("{pid}", str(os.getpid())))
     stamps: dict[str, float] = {}
 
     def stamp(part: str) -> None:
@@ -46,16 +50,16 @@ def main() -> None:
         stamp("the other imports")
         for part, name in ENDS.items():
             call_after(import_module("lingua.run.start"), name, partial(stamp, part))
-        first_forward = partial(stamp, "model, optimizer, first rows")
-        torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: first_forward())
+        hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: first_step())
 
-    def run() -> None:
-        program.main(keys)
-        Path(path).write_text(json.dumps(stamps), encoding="utf-8")
+        def first_step() -> None:
+            hook.remove()
+            stamp("model, optimizer, first rows")
+            path.write_text(json.dumps(stamps), encoding="utf-8")
 
     program = import_module("lingua.run.program")
     call_after(program, "load_run", after_config)
-    program.run_program(run)
+    program.run_program(partial(program.main, keys))
 
 
 if __name__ == "__main__":

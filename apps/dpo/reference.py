@@ -169,7 +169,7 @@ class Reference:
         args, built = run.args, run.app.build(run.args)
         source = open_reference(args, args.checkpoint.verify)
         plan = built.plan or ParallelPlan()
-        model = load_weights(built.module, plan, source, run.args.distributed, run.mesh)
+        model = load_weights(built.module, plan, source, args.distributed, run.mesh, args.seed)
         model.requires_grad_(False)
 
         def read(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -94,7 +94,8 @@ def check(argv: list[str], world_size: int) -> tuple[EvalArgs, list[str]]:
         UserError: `main` would refuse it before it reads data.
     """
     args, notices = load(EvalArgs, argv)
-    trained = open_trained("ckpt", args.ckpt, named_app(argv), args.tokenizer_path, True)
+    app, tokenizer_path = named_app(argv), args.tokenizer_path
+    trained = open_trained("ckpt", args.ckpt, app, tokenizer_path, alone=True, base=args.base_model)
     trained.build_tokenizer()
     _, _, tp = mesh_sizes(args.distributed, world_size)
     check_layout(*trained.build(), tp)

@@ -24,9 +24,9 @@ from lingua.app import App
 from lingua.base.hashing import batch_hash
 from lingua.data import IGNORE
 from lingua.data.loader import Loader, MicroBatch
-from lingua.data.rows import document_marks
+from lingua.data.rows import HeldOut, document_marks
 from lingua.model import Losses, as_losses
-from lingua.monitor.held_out import measure_sources
+from lingua.monitor.held_out import measure_sources, validate
 from lingua.monitor.means import Means
 from lingua.monitor.profiling import open_profiler
 from lingua.monitor.reporter import Reporter, StepResult
@@ -106,15 +106,17 @@ def build_run(
     if args.exact:
         start.add_in_order(model, args, mesh)
     steps = open_parts.enter_context(closing(loader.steps(progress.position, args.data.workers)))
-    is_alone, heart = started.saver.is_alone, started.heart
-    report = Reporter(args, mesh, progress, built.flops_per_token, is_alone, heart)
+    where = started.saver.is_alone, started.heart, started.saver.number
+    report = Reporter(args, mesh, progress, built.flops_per_token, *where)
     open_parts.enter_context(report)
     run = Run(
         app, args, mesh, model, optimizer, tokenizer, data, fingerprints, progress, report,
-        started.saver, steps, benchmarks,
+        started.saver, steps, benchmarks, built.base,
     )  # fmt: skip
+    open_parts.enter_context(start.surviving(run))
     announce(run, checked)
     run.objective = (app.objective or Objective)(run)
+    run.recheck = start.make_recheck(run, loader)
     return run
 
 
@@ -125,10 +127,13 @@ def take_steps(run: Run, stop: StopRequest) -> Generator[int, None, None]:
     guard = NonFiniteGuard(args.optim.on_nonfinite, run.device, progress.skipped_steps)
     if run.benchmarks is not None:
         run.benchmarks.evaluate_missed(run, stop)
-    if args.samples_due_later(progress.step):
+    # What a model or an objective cannot do is known before the first step.
+    if args.due_later(args.validation.every, progress.step) or args.checkpoint.keep_best:
+        objective.try_measuring()
+    if args.due_later(args.samples.every, progress.step):
         from lingua.run.samples import check_samples
 
-        check_samples(run)  # so that a model that cannot generate is known before the first step
+        check_samples(run)
     stop.note = "saving after the next step"
     first = progress.step + 1
     ahead = run.read_ahead(objective.count, stop).wait()
@@ -195,7 +200,8 @@ def train_step(
     args, step = run.args, run.progress.step + 1
     run.numbers = Means()
     counts = run.to_device(counts)
-    loss, rows_hash = objective.gradients(batch, counts)
+    # With `distributed.check_every` another rank's are computed too, and compared.
+    loss, rows_hash = (run.recheck or objective).gradients(batch, counts)
     if run.app.probe is not None and args.probe_due(step):
         from lingua.parallel.probe import only_read
 
@@ -205,7 +211,8 @@ def train_step(
     norm = grad_norm(list(run.model.parameters()), args.exact)
     lr = lr_at(run.progress.step, args.optim, args.steps)
     admitted, divisor = guard.admit(step, norm, counts), clip_divisor(norm, args.optim.clip)
-    update(run.optimizer, lr, admitted, divisor)  # a gradient that is not finite changes nothing
+    with run.updating(guard):
+        update(run.optimizer, lr, admitted, divisor)  # one that is not finite changes nothing
     run.optimizer.zero_grad()
     return StepResult(loss, rows_hash, norm, lr, run.numbers)
 
@@ -221,16 +228,25 @@ class Objective:
 
     def count(self, micro: MicroBatch) -> Tensor:
         """Returns what each of the sums of `loss` is divided by once it is added up over the global
-        batch: int64 [K] on the CPU. Called when the rows are read, one step ahead."""
+        batch: [K] on the CPU, int64, or float64 to the nearest 2^-30. Called when the rows are
+        read, in the step before theirs, which is `micro.step`."""
         return (micro.targets != IGNORE).sum((1, 2))
 
     def fields(self, micro: MicroBatch) -> dict[str, Tensor]:
         """Returns further tensors of the rows, on the CPU, which `loss` has in `micro.fields`."""
         return {}
 
+    def prepared(self, read: MicroBatch) -> MicroBatch:
+        """A micro-batch as `loss` has it: on the device, with its noise and its fields."""
+        micro, fields = self.run.on_device(read), self.fields(read)
+        if not self.run.checked:
+            check_fields(f"{type(self).__name__}.fields", fields, len(read.row_ids))
+        micro.fields = {key: self.run.to_device(t) for key, t in fields.items()}
+        return micro
+
     def loss(self, micro: MicroBatch) -> Losses:
         """Returns the losses of a micro-batch: `sums` are float32 [K], `counts` are not read. All
-        tensors are on the device. In a held-out measurement nothing is random."""
+        tensors are on the device. One that is `held_out` is measured; nothing is random in it."""
         returned = self.run.model(*micro.inputs(), **micro.random())
         return as_losses(returned, len(micro.targets))
 
@@ -240,7 +256,7 @@ class Objective:
 
         Args:
             batch: this data-parallel rank's micro-batches, the same number on every rank.
-            counts: int64 [K] on the device, `count` of the whole global batch.
+            counts: [K] on the device, `count` of the whole global batch: int64 or float32.
 
         Returns:
             The loss of each micro-batch as a share of that loss, float32 [n], or this rank's
@@ -251,10 +267,7 @@ class Objective:
         parts: list[Tensor] = []
         rows_hash = torch.zeros((), dtype=torch.int64, device=run.device)
         for i, read in enumerate(batch):
-            micro, fields = run.on_device(read), self.fields(read)
-            if not run.checked:
-                check_fields(f"{type(self).__name__}.fields", fields, len(read.row_ids))
-            micro.fields = {key: run.to_device(t) for key, t in fields.items()}
+            micro = self.prepared(read)
             last = i == len(batch) - 1
             set_gradient_sync(run.model, args.distributed.grad_sync, last)  # reduced on the last
             losses = self.loss(micro)
@@ -274,7 +287,23 @@ class Objective:
         """Measure and report held-out loss and metrics of every source. Returns the loss in nats
         per byte of all of them, None where nothing is held out. The lowest is the best checkpoint.
         """
-        run, data = self.run, self.run.args.data
-        where = run.mesh, self.marks, run.report, run.progress.step
-        held_out, n_targets = run.data.held_out, data.n_views - 1
-        return measure_sources(run.model, self.loss, held_out, data.batch_size, n_targets, *where)
+        return self._measure(self.run.report)
+
+    def try_measuring(self) -> None:
+        """Measure the first windows alone, so that a loss which fails there is known before the
+        first step. Called by every rank."""
+        if type(self).measure is Objective.measure:
+            from lingua.model.generate import evaluating
+
+            # Not compiled: the shapes that are compiled first are those of training.
+            with self.run.report.paused(), evaluating(self.run.model):
+                self._measure(None)
+
+    def _measure(self, report: Reporter | None) -> float | None:
+        run, data, step = self.run, self.run.args.data, self.run.progress.step
+        how = data.batch_size, data.n_views - 1, run.mesh, self.marks, step, self.prepared
+
+        def measure(windows: HeldOut) -> dict[str, float]:
+            return validate(run.model, self.loss, windows, *how, first=report is None)
+
+        return measure_sources(measure, run.data.held_out, report, step)

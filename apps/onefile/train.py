@@ -756,8 +756,7 @@ def locked(folder: Path) -> Iterator[Callable[[], None]]:
 
 # ---------------------------------------------------------------------------------- config
 # All keys of apps/main, whose --help explains them, so that each reads the other's config.yaml.
-# Some defaults differ. Those of FIXED are not implemented here: another value is refused. Some keys
-# have no effect in one process (data.workers, distributed.timeout_s, ...).
+# Of FIXED only these values are implemented. Some have no effect in one process (data.workers).
 DEFAULTS = """
 {name: onefile, dump_dir: null, seed: 42, steps: 1000, stop_at: null, grad_acc_steps: null,
 device: auto, deterministic: false, # true, or mesh: the same bits as on any number of ranks
@@ -770,8 +769,9 @@ model: {dim: 128, n_layers: 4, head_dim: null, n_heads: null, n_kv_heads: null, 
 optim: {lr: 4.0e-3, weight_decay: 0.1, beta1: 0.9, beta2: 0.95, epsilon: 1.0e-08, clip: 1.0,
   scheduler: cosine, warmup: 100, lr_min_ratio: 0.1, decay_fraction: 0.1, exp_factor: 0.5,
   on_nonfinite: stop, muon: {momentum: 0.95, nesterov: true, ns_steps: 5, rms: 0.2, dtype: bf16}},
-distributed: {rendezvous_s: 600.0, timeout_s: 1800.0, step_timeout_s: 240.0, grad_sync: null,
-  reshard: always, threads: null, model_dtype: null, matmul_allow_tf32: false},
+distributed: {spare: false, gpu: null, rendezvous_s: 600.0, timeout_s: 1800.0,
+  step_timeout_s: 240.0, grad_sync: null, reshard: always, threads: null, check_every: null,
+  model_dtype: null, matmul_allow_tf32: false},
 checkpoint: {dump: {every: 100, keep: 2, every_minutes: null}, on_error: continue, verify: full},
 validation: {every: 0, bytes: 200000, tokens: null}, probe: {every: null}, logging: {freq: 10},
 profiling: {mem_warmup: 0, mem_steps: 2, profile_warmup: 10, profile_steps: 2}}
@@ -785,8 +785,8 @@ optim: {name: adamw, lr_scale: {}, cycle_length: 1.0, cosine_theta: 1.0},
 distributed: {dp_replicate: 1, dp_shard: null, tp_size: 1, float8: null, compile: false,
   activation_checkpointing: none},
 checkpoint: {eval: {every: 0, keep: -1}, keep_every: 0, keep_best: false, path: null,
-  async_save: false, init_from: null, continue_training_from_init: false, allow_change: []},
-validation: {sources: []}}
+  async_save: false, init_from: null, init_new: [], continue_training_from_init: false,
+  allow_change: []}, validation: {sources: []}}
 """
 MAPS = ("data.sources", "data.source_files", "optim.lr_scale")  # keys whose values are mappings
 CHOICES = {
@@ -796,7 +796,7 @@ CHOICES = {
     "model.attn_impl": ("auto", "sdpa"), "optim.on_nonfinite": ("stop", "skip"),
     "optim.scheduler": ("constant", "linear", "cosine", "wsd")}
 # Keys that may be null are text, float or else int.
-TEXT = re.compile(r"run|dump_dir|.*(cache_dir|tokenizer\.\w+|grad_sync|_dtype)")
+TEXT = re.compile(r"run|dump_dir|.*(cache_dir|tokenizer\.\w+|grad_sync|gpu|_dtype)")
 FLOAT = re.compile(r"seconds|.*(multiplier|std|minutes)")
 ANY_NUMBER = re.compile(r"seed|model\.vocab_size|checkpoint\.dump\.(every|keep)")
 MAY_BE_0 = re.compile(r"pr.*|.*(every\w*|workers|warmup|decay|ratio|beta\d|lr|fraction|momentum)")

@@ -186,7 +186,7 @@ class Speedrun(Transformer):
 
 def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
     """That of apps/main, with the styles of the further parts."""
-    parts: dict[str, dict[str, ParallelStyle]] = {}
+    parts: dict[str, dict[str, ParallelStyle | None]] = {}
     replicated = SequenceParallel(use_local_output=True)
     if args.ngrams > 1:
         split = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
@@ -201,7 +201,7 @@ def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
         whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
         rowwise = RowwiseParallel(output_layouts=Shard(1))
         colwise = ColwiseParallel(use_local_output=False)
-        parts["layers.*.feed_forward"] = {"": whole, "w1": colwise, "w2": rowwise}
+        parts["layers.*.feed_forward"] = {"": whole, "w1": colwise, "w2": rowwise, "w3": None}
     plan = main_plan(args, seq_len)
     for name, styles in parts.items():
         plan = plan.with_part(name, styles)

@@ -13,12 +13,14 @@ SAMPLES = "samples.jsonl"  # generated text
 RECEIPT = "receipt.json"  # of a finished run: what it is and what came of it, with hashes
 WANDB_ID = "wandb_id"  # id of the run in Weights & Biases
 LINES = (METRICS, VALIDATION, EVALUATION, SAMPLES)  # lines of JSON, each with a `step`
-FILES = (CONFIG, TRAIN_LOG, *LINES, WANDB_ID)
+WRONG_HOSTS = "wrong_hosts.jsonl"  # a line for each rank that distributed.check_every has named
+FILES = (CONFIG, TRAIN_LOG, *LINES, WANDB_ID, WRONG_HOSTS)
 
 CHECKPOINTS = "checkpoints"  # a folder per saved step
 EVALS = "evals"  # a folder per evaluated step, with RESULTS
 PROFILING = "profiling"  # traces, memory snapshots, COLLECTIVES
-FOLDERS = (CHECKPOINTS, EVALS, PROFILING, "wandb")
+STARTS = "starts"  # a file per start, named by its number
+FOLDERS = (CHECKPOINTS, EVALS, PROFILING, STARTS, "wandb")
 
 LOCK = "run.lock"  # held while the run trains
 RUN_ID = "run.id"  # random text; equal in a folder of checkpoints outside of the dump dir
@@ -42,6 +44,9 @@ LOGS = "logs"  # a folder per job
 MANIFEST = "manifest.json"  # every file with its size and checksum
 METADATA = ".metadata"  # names and places of the tensors, as DCP writes it
 STATE = "train_state.json"  # everything besides tensors and config
+SURVIVORS = (
+    "survivors"  # a folder of a start some of whose ranks survived: lingua.tools.elastic.survivors
+)
 STEP_FOLDER = re.compile(r"\d{10}")  # name of a checkpoint's folder, see step_folder
 
 

@@ -17,13 +17,13 @@ class UserError(Exception):
     """A mistake of the user. The message is complete: it names the key or file, the value
     and what is allowed. It may quote any file: it is `printable`, and a long line loses its middle.
 
-    The entry points print it once, on one rank, without a traceback, and exit with code 2. Ranks
+    The entry points print it once, on one rank, without a traceback, and exit with its code. Ranks
     meet a mistake together; one that only this machine has is `local`.
     """
 
-    def __init__(self, message: str, local: bool = False) -> None:
+    def __init__(self, message: str, local: bool = False, exit_code: int = 2) -> None:
         super().__init__(re.sub("(.{1000}).{99,}(.{500})", r"\1 ... \2", printable(message)))
-        self.local = local
+        self.local, self.exit_code = local, exit_code
 
     def _render_traceback_(self) -> list[str]:
         """The lines that IPython, and so a notebook, shows in place of a traceback."""
@@ -43,11 +43,11 @@ def check_array(
     what: str, value: Any, dtype: str, shape: Sequence[int | None], on_host: bool = False
 ) -> None:
     """Raise UserError where `value`, which a part of an app has returned, is not a tensor or array
-    of this dtype ("int": any of whole numbers) and shape, where None is any size. `what` names it.
-    """
+    of this dtype (`a or b` is either, `int` any of whole numbers) and shape, where None is any
+    size. `what` names it."""
     sizes, came = getattr(value, "shape", None), str(getattr(value, "dtype", ""))
     came = came.removeprefix("torch.")
-    fits = came == dtype or (dtype == "int" and came.startswith(("int", "uint")))
+    fits = came in dtype.split(" or ") or (dtype == "int" and came.startswith(("int", "uint")))
     fits &= sizes is not None and len(sizes) == len(shape)
     fits &= not on_host or value.device.type in ("cpu", "meta")
     if not fits or any(n not in (None, size) for n, size in zip(shape, sizes or (), strict=True)):

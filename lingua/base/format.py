@@ -29,6 +29,11 @@ def counted(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
+def parameters_text(n: int, trained: int) -> str:
+    """`12 parameters`, `12 parameters (4 trained)`."""
+    return f"{n:,} parameters" + (f" ({trained:,} trained)" if trained < n else "")
+
+
 def short_count(count: float) -> str:
     """950, 31.2k, 1.25M: three digits."""
     for power, unit in ((9, "G"), (6, "M"), (3, "k")):

@@ -38,7 +38,7 @@ class Lock:
         self._mutex = threading.Lock()  # of threads that create it again
         host = re.sub(r"[^\w.-]", "-", socket.gethostname(), flags=re.ASCII)
         place = _place(os.getpid()) or f"unknown {os.getpid()}"  # without Linux's /proc
-        self._content = f"process {os.getpid()} on {host}, {place}, {secrets.token_hex(8)}\n"
+        self.content = f"process {os.getpid()} on {host}, {place}, {secrets.token_hex(8)}\n"
 
     def create(self) -> bool:
         """Whether there was no such file, so that this process has the lock now."""
@@ -48,7 +48,7 @@ class Lock:
             return False
         try:
             with file:
-                file.write(self._content.encode())
+                file.write(self.content.encode())
         except OSError:  # a full disk: an empty file would be a lock too
             self.path.unlink()
             raise
@@ -59,7 +59,7 @@ class Lock:
         removed and no other process can have had the lock since."""
         with suppress(OSError), self._mutex:  # out of reach for a while
             try:
-                self.lost = self.lost or read_lock(self.path)[0] != self._content
+                self.lost = self.lost or read_lock(self.path)[0] != self.content
             except FileNotFoundError:
                 passed_s = max(b - a for a, b in zip(self._seen, _clocks(), strict=True))
                 late = passed_s > LIFETIME_S / 2
@@ -86,10 +86,10 @@ def _clocks() -> tuple[float, float]:
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[Lock | None]:
-    """Hold the lock file `path` if it is free; yields None if it is not."""
+def claimed(path: Path, may_take: Callable[[str], bool] = lambda _: False) -> Iterator[Lock | None]:
+    """Hold the lock file `path` if it is free, or if `may_take` its content; yields None if not."""
     lock = Lock(path)
-    if not (is_free(path) and lock.create()):
+    if not ((is_free(path) or _taken(path, may_take)) and lock.create()):
         yield None
         return
     done = threading.Event()
@@ -113,12 +113,18 @@ def claimed(path: Path) -> Iterator[Lock | None]:
 
 
 @contextmanager
-def exclusive(path: Path, report: Callable[[str], None], patient: bool = False) -> Iterator[Lock]:
+def exclusive(
+    path: Path,
+    report: Callable[[str], None],
+    patient: bool = False,
+    may_take: Callable[[str], bool] = lambda _: False,
+) -> Iterator[Lock]:
     """Hold the lock file `path`, or raise UserError where a living process does. With `patient`,
-    wait until it is free. `report` gets one line if this has to wait."""
+    wait until it is free. `report` gets one line if this has to wait. Where `may_take` the content
+    of the file, its holder loses the lock."""
     first = None  # what the file was at first sight
     while True:
-        with claimed(path) as lock:
+        with claimed(path, may_take) as lock:
             if lock is not None:
                 yield lock
                 return
@@ -149,6 +155,15 @@ def is_free(path: Path) -> bool:
     if not runs:
         _remove(path, seen[0])
     return not runs
+
+
+def _taken(path: Path, may_take: Callable[[str], bool]) -> bool:
+    """Whether the lock's file is removed, since `may_take` its content."""
+    with suppress(FileNotFoundError):
+        if may_take(content := read_lock(path)[0]):
+            _remove(path, content)
+            return True
+    return False
 
 
 def holder(path: Path) -> str | None:

@@ -48,6 +48,8 @@ class CheckpointArgs:
     init_from: Free[str | None] = None
     # from init_from take optimizer, step and position as well as the model
     continue_training_from_init: Free[bool] = False
+    # parameters or modules, by patterns of names, that init_from may lack: they keep initial values
+    init_new: Free[list[str]] = field(default_factory=list)
     # guarded config keys that may differ from the checkpoint's when resuming
     allow_change: Free[list[str]] = field(default_factory=list)
 
@@ -55,6 +57,8 @@ class CheckpointArgs:
         yield from bounds(self, 0, "keep_every")
         if self.continue_training_from_init and self.init_from is None:
             yield "init_from", "must be given when continue_training_from_init is true"
+        if self.init_new and (self.init_from is None or self.continue_training_from_init):
+            yield "init_new", "needs init_from, and a run that takes the model alone from it"
 
     def overdue(self, seconds: float) -> bool:
         """Whether a save is due `seconds` after the last one, whatever the step."""

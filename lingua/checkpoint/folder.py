@@ -6,6 +6,7 @@ Tensors go through torch.distributed.checkpoint (DCP), keyed by parameter name; 
 
 import json
 import re
+import secrets
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -22,8 +23,8 @@ from lingua.config.load import from_values
 from lingua.parallel.mesh import on_rank_0
 
 Entry = dict[str, Any]  # a file in the manifest: {"size": bytes, "xxh3_64": hexadecimal}
-# A checkpoint's folder while it is written or removed
-LEFTOVER = re.compile(rf"{STEP_FOLDER.pattern}\.tmp-[0-9a-f]{{8}}")
+# A checkpoint's folder while it is written or removed, by the start of this number
+LEFTOVER = re.compile(rf"({STEP_FOLDER.pattern})\.tmp-(?:(\d+)-)?[0-9a-f]{{8}}")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Checkpoint:
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> "Checkpoint":
         return cls(**(values | {"path": Path(values["path"])}))
+
+
+def unpublished(path: Path, start: int) -> Path:
+    """A name for the folder of a step, `path`, while the start of that number works on it."""
+    return path.with_name(f"{path.name}.tmp-{start}-{secrets.token_hex(4)}")
 
 
 def checksum_of(manifest: dict[str, Any]) -> str:

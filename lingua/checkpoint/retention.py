@@ -2,14 +2,14 @@
 
 import logging
 import re
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from lingua.base.dump_dir import CONFIG, MANIFEST, METADATA, STATE, STEP_FOLDER
 from lingua.base.errors import UserError
-from lingua.base.files import temporary
 from lingua.checkpoint.args import CheckpointArgs
-from lingua.checkpoint.folder import LEFTOVER, Checkpoint, find, read_state
+from lingua.checkpoint.folder import LEFTOVER, Checkpoint, find, read_state, unpublished
 
 BEST = "best"  # the mark of the checkpoint with the lowest held-out loss
 MARK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
@@ -20,15 +20,18 @@ SAVED_FILE = re.compile(  # names of the files of a save
 logger = logging.getLogger(__name__)
 
 
-def prune(root: Path, args: CheckpointArgs) -> list[Path]:
+def prune(
+    root: Path, args: CheckpointArgs, start: int = 0, check: Callable[[], None] = lambda: None
+) -> list[Path]:
     """Remove what retention does not keep, and mark the best of the rest; on one rank, after a save
-    was published. Returns the checkpoints removed.
+    was published by the start of this number. Returns the checkpoints removed. `check` is called
+    before anything is removed, and raises where a later start has the run.
 
     Kept are the newest `dump.keep` checkpoints, whatever they were saved for, the newest
     `eval.keep` of those that fall on `eval.every`, all that fall on `keep_every`, the best with
     `keep_best`, and all that have another mark or files that no save has written. Other files and
-    folders are not touched, but for the leftovers of saves that did not finish: no other save may
-    be under way in the folder.
+    folders are not touched, but for the leftovers of saves of this start and earlier ones that did
+    not finish: no other save may be under way in the folder.
     """
     gone = []
     try:
@@ -40,16 +43,35 @@ def prune(root: Path, args: CheckpointArgs) -> list[Path]:
             if others := {path.name for path in c.path.glob("*")} - {MANIFEST, *c.files}:
                 logger.warning(f"{c.path} is kept: it has other files ({', '.join(others)})")
                 continue
+            check()
             # Under another name first: half a removal must not look like a checkpoint.
-            c.path.rename(temporary(c.path))
+            c.path.rename(unpublished(c.path, start))
             gone.append(c.path)
         _mark_best(root, [c for c in checkpoints if c.path not in gone])
-        for path in root.iterdir():
-            if LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+        check()
+        for path, number in _leftovers(root):
+            if number <= start:
                 _remove(path)
     except OSError as error:
         logger.warning(f"old checkpoints cannot be removed: {error}")
     return gone
+
+
+def set_aside(root: Path, start: int) -> None:
+    """Rename the folders that earlier starts have not published, which they then cannot. Called
+    with the number of a start before it reads checkpoints. Raises OSError."""
+    for path, number in _leftovers(root):
+        if number < start:
+            with suppress(FileNotFoundError):  # published at this moment
+                path.rename(unpublished(path.with_name(path.name.partition(".")[0]), start))
+
+
+def _leftovers(root: Path) -> Iterator[tuple[Path, int]]:
+    """Folders of steps that are not published, and the number of the start that each is of."""
+    for path in list(root.iterdir()):
+        match = LEFTOVER.fullmatch(path.name)
+        if match and path.is_dir() and not path.is_symlink():
+            yield path, int(match[2] or 0)
 
 
 def _remove(folder: Path) -> None:

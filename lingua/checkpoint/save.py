@@ -4,6 +4,7 @@ The manifest's entry of a file is of the bytes that were to be written, not of w
 cache made of them.
 """
 
+import errno
 import io
 import json
 import pickle
@@ -27,7 +28,7 @@ from torch.utils.serialization import config as torch_config
 
 from lingua.base.dump_dir import CONFIG, MANIFEST, METADATA, STATE, step_folder
 from lingua.base.errors import UserError
-from lingua.base.files import SyncedFile, sync_folder, temporary
+from lingua.base.files import SyncedFile, sync_folder
 from lingua.checkpoint.digest import digest, once
 from lingua.checkpoint.folder import (
     Entry,
@@ -35,6 +36,7 @@ from lingua.checkpoint.folder import (
     find,
     find_on_rank_0,
     read_checkpoint,
+    unpublished,
 )
 from lingua.parallel.mesh import (
     gather_on_every_rank,
@@ -75,6 +77,7 @@ def save(
     tensors: dict[str, Tensor],
     state: dict[str, Any],
     config: str,
+    start: int = 0,
     group: dist.ProcessGroup | None = None,
     check: Callable[[], None] = lambda: None,
     layout: Layout | None = None,
@@ -86,6 +89,7 @@ def save(
             device are left out.
         state: JSON-able; written as `train_state.json`, with the hash of the tensors.
         config: text of `config.yaml`.
+        start: number of this start of the run.
         group: of all ranks, over gloo; another thread than the main one needs one of its own.
         check: called on rank 0 before the folder is published and after a failure; what it raises
             prevents the former and takes the place of the latter.
@@ -101,7 +105,7 @@ def save(
 
         if not damage(published[0], group):
             return final
-    folder = Path(on_rank_0(lambda: str(temporary(final))))
+    folder = Path(on_rank_0(lambda: str(unpublished(final, start))))
     layout = layout or Layout()
     try:
         _writing(lambda: folder.mkdir(parents=True))
@@ -110,7 +114,7 @@ def save(
 
         def write() -> None:
             files[METADATA] = layout.write(folder)
-            publish(folder, final, step, files, state, config, check)
+            publish(folder, final, step, files, state, config, start, check)
 
         _writing(write)
     except UserError as error:  # every rank is here
@@ -143,9 +147,11 @@ def publish(
     files: dict[str, Entry],
     state: dict[str, Any],
     config: str,
+    start: int = 0,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make the checkpoint `final` of a folder with these files of tensors. By one process."""
+    """Make the checkpoint `final` of a folder with these files of tensors. By one process. A later
+    start that takes the run meanwhile has renamed `folder`, and what it has published stays."""
     files[STATE] = write_file(folder / STATE, json.dumps(state, indent=1).encode())
     files[CONFIG] = write_file(folder / CONFIG, config.encode())
     manifest = {
@@ -162,9 +168,18 @@ def publish(
         raise UserError(f"{folder}: {why}. Is it on a file system that all processes share?")
     sync_folder(folder)
     check()
-    if final.exists():  # a damaged one of the same step: out of the way, never modified
-        final.rename(temporary(final))
-    folder.rename(final)
+    try:
+        folder.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        damaged = unpublished(final, start)  # out of the way, never modified
+        final.rename(damaged)
+        try:
+            folder.rename(final)
+        except OSError:
+            damaged.rename(final)
+            raise
     sync_folder(final.parent)
 
 
@@ -209,26 +224,13 @@ def _write_tensors(
 ) -> dict[str, Entry]:
     """Write DCP's files, each rank its own, as `dcp.save` would. Returns the entries of all ranks'
     files, by name. Ranks send some bytes each, and rank 0 what `layout` does not have."""
-    # Its own sync leaves out what is still in its buffer; `_File` syncs.
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False)
-    writer.fs = file = _Files()
-    # No checksum of each tensor: the manifest has one of each file.
-    without_crc32 = torch_config.patch(  # type: ignore[attr-defined]  # torch adds it on import
-        "save.compute_crc32", False
-    )
-    rank, why, places = dist.get_rank(), "", list[WriteResult]()
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(once(tensors, group))
+    rank, why, plan, places = dist.get_rank(), "", SavePlan([]), list[WriteResult]()
+    entry: Entry = {"size": 0, "xxh3_64": "0"}
+    to_write = once(tensors, group)
     try:
-        plan = planner.create_local_plan()
-        folder.mkdir(parents=True, exist_ok=True)  # rank 0 reports that no file system is shared
-        if plan.items:
-            [*_, named] = writer.prepare_global_plan([plan] * (rank + 1))  # files of this rank
-            with without_crc32:
-                places = writer.write_data(named, planner).wait()
+        plan, places, entry = write_part(folder, to_write, rank)
     except Exception as error:  # raised on every rank
         why = str(error) or type(error).__name__
-    entry = file.entry or {"size": 0, "xxh3_64": "0"}
     checksum = (int(entry["xxh3_64"], 16) + 2**63) % 2**64 - 2**63  # the same bits, with a sign
     news = torch.zeros(4, dist.get_world_size(), dtype=torch.int64)
     news[:, rank] = torch.tensor([why != "", places != layout.places, entry["size"], checksum])
@@ -243,6 +245,29 @@ def _write_tensors(
         for r, (size, checksum) in enumerate(zip(sizes, checksums, strict=True))
         if size
     }
+
+
+def write_part(
+    folder: Path, tensors: dict[str, Tensor], rank: int
+) -> tuple[SavePlan, list[WriteResult], Entry]:
+    """Write DCP's file of what this rank has of `tensors`, `__<rank>_0.distcp`, unless that is
+    nothing. Returns what was to be written, where each is, and the file's entry."""
+    # Its own sync leaves out what is still in its buffer; `_File` syncs.
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False)
+    writer.fs = file = _Files()
+    # No checksum of each tensor: the manifest has one of each file.
+    without_crc32 = torch_config.patch(  # type: ignore[attr-defined]  # torch adds it on import
+        "save.compute_crc32", False
+    )
+    planner, places = DefaultSavePlanner(), list[WriteResult]()
+    planner.set_up_planner(tensors)
+    plan = planner.create_local_plan()
+    folder.mkdir(parents=True, exist_ok=True)  # rank 0 reports that no file system is shared
+    if plan.items:
+        [*_, named] = writer.prepare_global_plan([plan] * (rank + 1))  # files of this rank
+        with without_crc32:
+            places = writer.write_data(named, planner).wait()
+    return plan, places, file.entry or {"size": 0, "xxh3_64": "0"}
 
 
 def write_file(path: Path, data: bytes) -> Entry:

@@ -2,9 +2,9 @@
 other run writes into the same folders."""
 
 import logging
-import os
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -17,8 +17,9 @@ from lingua.base.errors import UserError
 from lingua.base.lock import Lock, exclusive, is_free
 from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.folder import find
-from lingua.checkpoint.retention import prune
+from lingua.checkpoint.retention import prune, set_aside
 from lingua.checkpoint.save import Layout, NotSaved, save
+from lingua.checkpoint.starts import Job, Start, begin, job_of_launch, last_start
 from lingua.parallel.mesh import on_rank_0, world_sum_
 from lingua.parallel.tensors import device_threads
 
@@ -34,6 +35,8 @@ class Saver:
 
     def __init__(self, root: Path, args: CheckpointArgs) -> None:
         self.root, self.args = root, args
+        self.start = Start()  # this start of the run, on rank 0
+        self.number = 0  # of this start, on every rank
         self._saved_step: int | None = None  # the last one
         self._failure: NotSaved | None = None  # error of the last save
         self._locks: list[Lock] = []  # held by rank 0
@@ -52,19 +55,25 @@ class Saver:
             self._thread = self._open.enter_context(device_threads(1, "save"))
         return self
 
-    def claim(self, dump_dir: Path) -> None:
-        """Lock `root` and the dump dir, on rank 0, until the saver is closed. Raises UserError if
-        another run has one of them; in a job that Slurm requeued, waits until it is free."""
-        # A job's earlier start may still run, on a node that Slurm has given up.
-        requeued = "SLURM_RESTART_COUNT" in os.environ
+    def claim(self, dump_dir: Path, last: int | None = None) -> None:
+        """Lock `root` and the dump dir, on rank 0, until the saver is closed, and take the number
+        of this start. Raises UserError if another run has one of them; an earlier start of the same
+        job loses it, up to the number `last`, and what else has it when Slurm has requeued the job
+        is waited for."""
         paths = dict.fromkeys(folder.resolve() / LOCK for folder in (dump_dir, self.root))
+        job, before = job_of_launch(), last_start(dump_dir)
+        known = last is None or before.number <= last  # else a start later than this one has it
+        may_take = partial(before.is_before, job if known else Job())
         try:
             for path in paths:
                 is_free(path)  # the wait for a holder that was lost begins for both
             for path in paths:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                lock = exclusive(path, logger.warning, requeued)
+                lock = exclusive(path, logger.warning, job.restarts > 0, may_take)
                 self._locks.append(self._open.enter_context(lock))
+            self.start = begin(dump_dir, self.root, [x.content for x in self._locks], job)
+            self.check_locks()
+            set_aside(self.root, self.start.number)
         except OSError as error:
             raise UserError(f"{path.parent}: cannot be written: {error}") from error
 
@@ -72,7 +81,7 @@ class Saver:
         """Whether no other run has taken the folders: False ends this one. On any rank."""
         return all(lock.is_held() for lock in self._locks)
 
-    def _check_locks(self) -> None:
+    def check_locks(self) -> None:
         for lock in self._locks:
             lock.check()
 
@@ -119,7 +128,7 @@ class Saver:
         if self._writing is not None:
             self._writing.result()
             self._writing = None
-        on_rank_0(self._check_locks)
+        on_rank_0(self.check_locks)
         if self._failure is not None and self.gave_up:
             raise self._failure
 
@@ -128,7 +137,7 @@ class Saver:
     ) -> None:
         self._failure = None
         try:
-            where = self._group, self._check_locks, self._layout
+            where = self.number, self._group, self.check_locks, self._layout
             path = save(self.root, step, tensors, state, config, *where)
         except NotSaved as failure:
             self._failure = failure
@@ -140,5 +149,4 @@ class Saver:
         logger.info(f"saved {path}")
 
     def _prune(self) -> None:
-        self._check_locks()
-        prune(self.root, self.args)
+        prune(self.root, self.args, self.number, self.check_locks)

@@ -38,6 +38,8 @@ class TensorSource:
     step: int | None = None  # updates made; None: not known
     config: str = "{}"  # text of YAML, or JSON
     checkpoint: Checkpoint | None = None  # where it is one of ours
+    # where `path` has a part of the model alone: that part, and the source of the rest
+    parts: "tuple[TensorSource, TensorSource] | None" = None
     # (`model` group of a run, checkpoint.allow_change): raises UserError where the run's model is
     # another than that of the tensors; None: its config has the keys to compare
     check_model: Callable[[Any, list[str]], None] | None = None
@@ -49,6 +51,12 @@ class TensorSource:
         config = self.config
         if not isinstance(config, str) or config.encode(errors="ignore").decode() != config:
             raise UserError(f"{self.path}: config = {show(config)}: must be text of UTF-8")
+
+    @property
+    def base_names(self) -> set[str]:
+        """The tensors of the model that the second of `parts` has."""
+        own = self.parts[0].tensors if self.parts else self.tensors
+        return {name for name in self.shapes("model.") if name not in own}
 
     def __str__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"

@@ -1,7 +1,7 @@
 """The tensors of a run by name, the parts of them that this rank has, and the settings of its
 optimizer as JSON."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -30,20 +30,28 @@ class Part(NamedTuple):
     out: Tensor  # not a DTensor; has the shape of the box, and at least one element
 
 
-def tensors_of(model: nn.Module, optimizer: "LoopOptimizer | None" = None) -> dict[str, Tensor]:
+def tensors_of(
+    model: nn.Module,
+    optimizer: "LoopOptimizer | None" = None,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+    without: Collection[str] = (),
+) -> dict[str, Tensor]:
     """Every tensor of a run by name: `model.<name>` and `optim.<state>.<parameter name>`.
 
     These are the live tensors: saving reads them, loading fills them in place. One on the meta
-    device is held by another rank.
+    device is held by another rank. `parameters` are the sharded ones, where another thread uses the
+    model, which stays as it is. Those of the model whose names are in `without` are left out.
     """
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in non_persistent_buffers(module)
     }
-    reshard(model)
+    if parameters is None:
+        reshard(model)
+        parameters = dict(model.named_parameters())
     tensors: dict[str, Tensor] = {}
-    for name, p in model.named_parameters():
+    for name, p in parameters.items():
         tensors[f"model.{canonical_name(name)}"] = as_shard(local(p.detach()), p)
         state = {} if optimizer is None else optimizer.state_of(p)
         for key, value in sorted(state.items()):
@@ -51,7 +59,7 @@ def tensors_of(model: nn.Module, optimizer: "LoopOptimizer | None" = None) -> di
     for name, b in model.named_buffers():
         if name not in transient:
             tensors[f"model.{canonical_name(name)}"] = b
-    return tensors
+    return {n: t for n, t in tensors.items() if n.removeprefix("model.") not in without}
 
 
 def local_parts(tensors: Mapping[str, Tensor]) -> list[Part]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lingua.base.errors import UserError
 from lingua.data import IGNORE
 from lingua.data.rows import Documents, Rows
 from lingua.parallel.mesh import begin_world_sum_
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from lingua.data.documents import DocumentMarks
 
 STEPS_AHEAD = 8  # steps each thread reads ahead
+UNIT = 2.0**-30  # of the whole numbers in which fractional counts are added up, in any order
+MAX_COUNT = 2.0**32  # fractional counts of a step; half of what int64 has of these units
 
 
 @dataclass
@@ -44,13 +47,17 @@ class MicroBatch:
     noise: Tensor | None = None  # int64 [R], a random key of each row; None: nothing is random
     # [R, ...] each: tensors of the rows that the objective adds (`Objective.fields`)
     fields: dict[str, Tensor] = field(default_factory=dict)
+    step: int = 0  # the step that trains on it; of held-out text the last one that is complete
+    held_out: bool = False  # whether it is measured, and not trained on
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """A copy on the device, for which the host does not wait; without `fields`."""
+        """A copy on the device, for which the host does not wait; without noise and fields."""
         tensors = self.row_ids, self.tokens, self.targets
         row_ids, tokens, targets = (to_device(t, device) for t in tensors)
         documents = None if self.documents is None else to_device(self.documents, device)
-        return MicroBatch(row_ids, tokens, targets, documents)
+        moved = MicroBatch(row_ids, tokens, targets, documents)
+        moved.step, moved.held_out = self.step, self.held_out
+        return moved
 
     def inputs(self) -> list[Tensor]:
         """The arguments of a model's forward: tokens, targets and documents, if any."""
@@ -181,7 +188,8 @@ class Ahead(NamedTuple):
     """The next step of this rank. All but `batch` is equal on every rank."""
 
     batch: list[MicroBatch]  # micro-batches of this data-parallel rank
-    counts: Tensor  # int64 [K] on the CPU, `Objective.count` of the whole global batch
+    # [K] on the CPU, `Objective.count` of the whole global batch: int64, or float32 of fractions
+    counts: Tensor
     stopping: bool  # whether any rank is asked to stop
     save_overdue: bool  # whether a save is due by the clock of any rank
 
@@ -191,13 +199,20 @@ class Agreement:
     """The next step, on which ranks have begun to agree."""
 
     batch: list[MicroBatch]
-    total: Tensor  # int64 [K + 2] on the CPU: summed over the ranks
+    total: Tensor  # int64 [K + 4] on the CPU: summed over the ranks
     summing: dist.Work
+    fractional: bool  # counts are in multiples of UNIT
 
     def wait(self) -> Ahead:
-        """Wait for the other ranks."""
+        """Wait for the other ranks. Raises UserError on all where counts cannot be added up."""
         self.summing.wait()
-        counts, stopping, save_overdue = self.total[:-2], self.total[-2], self.total[-1]
+        counts, flags = self.total[:-4], self.total[-4:]
+        stopping, save_overdue, fractional, wrong = flags.tolist()
+        if wrong or fractional not in (0, dist.get_world_size()):
+            need = "must be all int64, or all float64, finite and below 2^32 in sum"
+            raise UserError(f"Objective.count: what ranks have counted {need}")
+        if self.fractional:
+            counts = (counts * UNIT).float()
         return Ahead(self.batch, counts, bool(stopping), bool(save_overdue))
 
 
@@ -211,8 +226,15 @@ def agree(
     """Begin to agree on the next step, the one message between hosts of a step. Called by every
     rank, with its own micro-batches, `stopping` and `save_overdue`; `count` is that of the
     objective."""
-    counts = torch.stack([count(micro) for micro in batch]).sum(0)
+    counts = torch.stack([count(micro) for micro in batch])
+    wrong = False
+    if fractional := counts.is_floating_point():
+        wrong = not bool(counts.abs().sum() < MAX_COUNT / dist.get_world_size())
+        counts = torch.zeros_like(counts) if wrong else counts
+        counts = (counts.double() / UNIT).round().long()
+    counts = counts.sum(0)
     if mesh.get_local_rank("tp"):  # tp ranks of a group hold the same rows: one of them counts
         counts = torch.zeros_like(counts)
-    total = torch.cat((counts, torch.tensor([stopping, save_overdue])))
-    return Agreement(batch, total, begin_world_sum_(total))
+    flags = torch.tensor([stopping, save_overdue, fractional, wrong])
+    total = torch.cat((counts, flags))
+    return Agreement(batch, total, begin_world_sum_(total), fractional)

@@ -6,7 +6,8 @@ stale ones are built by lingua.tools.prepare, imported for that.
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,30 @@ class TextData:
     manifest is read once."""
 
     # (configuration, files that `check` found for `prepare`, sources that `prepare` has ready)
+    prepared: Collection[str] = ()
     _known: tuple[Any, dict[str, list[FilePart]] | None, dict[str, Source]] = None, None, {}
 
+    def __init__(self, prepared: Collection[str] = ()) -> None:
+        """`prepared`: folders of shards whose text the start before has looked for."""
+        self.prepared = prepared
+
+    def folders(self, args: Any, tokenizer: Tokenizer) -> dict[str, str]:
+        """The folders of the shards, by source."""
+        names = args.data.read_sources(args.validation.sources)
+        return {name: str(shard_folder(name, args.data, tokenizer)) for name in names}
+
     def check(self, args: Any, tokenizer: Tokenizer) -> None:
+        folders = self.folders(args, tokenizer) if self.prepared else {"": ""}
+        if set(folders.values()) <= set(self.prepared):
+            with suppress(UserError):  # they are gone
+                self._known = args, None, open_sources(args.data, tokenizer, folders)
+                return
         self._known = args, check_sources(args.data, tokenizer, args.validation.sources), {}
 
     def prepare(self, args: Any, tokenizer: Tokenizer, report: Callable[[str], None]) -> None:
+        if self._known[0] is args and self._known[2]:
+            report("data: as the start before has prepared it; its text was not looked at")
+            return
         files = self._known[1] if self._known[0] is args else None
         validation = args.validation.sources
         ready = prepare_sources(args.data, tokenizer, report, validation=validation, files=files)

@@ -26,19 +26,25 @@ Mask = Tensor | Attends | None
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Causal softmax attention.
 
-    q is B H S D; k and v are B H' L D with H' dividing H. A tensor as mask is bool S L or B 1 S L,
-    True where a query (row) sees a key (column); None: every query sees all keys up to its own,
-    where L is S, or S is 1 and the query the last of all. Returns B H S D.
+    q is B H S D; k and v are B H' L D with H' dividing H, v also with other features. A tensor as
+    mask is bool S L or B 1 S L, True where a query (row) sees a key (column); None: every query
+    sees all keys up to its own, where L is S, or S is 1 and the query the last of all. Returns
+    B H S D, with the features of v.
     """
     if not (mask is None or isinstance(mask, Tensor)):
-        return mask.attend(q, k, v)
+        size, n = q.shape[3], v.shape[3]
+        if n == size:
+            return mask.attend(q, k, v)
+        parts = F.pad(v, (0, -n % size)).split(size, dim=3)  # its kernels know one size
+        return torch.cat([mask.attend(q, k, part) for part in parts], dim=3)[..., :n]
     n_heads, n_kv_heads = q.shape[1], k.shape[1]
     if q.shape[2] == 1:  # the heads that share keys as queries of one head, which reads them once
         grouped = q.reshape(q.shape[0], n_kv_heads, -1, q.shape[3])  # B H' H/H' D
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(q.shape)
+        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
+        return out.reshape(*q.shape[:3], v.shape[3])
     # On CUDA only the flash kernels, which take no mask, know grouped heads. Without one that does,
     # torch would compute all scores in float32 and keep them.
-    flash = mask is None and q.dtype in HALF_DTYPES and q.shape[3] <= 256
+    flash = mask is None and q.dtype in HALF_DTYPES and v.shape[3] == q.shape[3] <= 256
     if n_heads != n_kv_heads and q.is_cuda and not flash:
         k, v = repeat_heads(k, v, n_heads, dim=1)
     return F.scaled_dot_product_attention(

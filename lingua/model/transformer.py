@@ -34,8 +34,8 @@ class Context:
 
     Attributes (L is S, or with a cache all columns up to the last one of this forward):
         tokens: int64 B S.
-        cos, sin: float32 S 1 D, or B S 1 D where rows differ, of each position: what `rotate` takes
-            (Su et al., 2021).
+        positions: int64 S, or B S where rows differ, of each token in its document.
+        cos, sin: `angles` of the features of a head.
         mask: what each position sees, as `attend` takes it; None: every position before it. It is
             set before the first block.
         documents: int64 B S, the index of each position's document in its row: positions start
@@ -59,14 +59,14 @@ class Context:
         cache: "Cache | None" = None,
     ) -> None:
         """The arguments are those of the model's forward."""
-        self.tokens, self.cache = tokens, cache
+        self.args, self.tokens, self.cache = args, tokens, cache
         self.mask: Mask = None
         self.documents: Tensor | None = None
         self.begins: Tensor | None = None
         self._calls = Counter[str]()  # of each block
         begin = 0 if cache is None else cache.begin
         column = torch.arange(begin + tokens.shape[1], device=tokens.device)
-        place = position = column[begin:]
+        place = self.positions = column[begin:]
         starts = None  # B S, the column at which each position's document begins
         if documents is not None:
             places = place.repeat(len(documents), 1)
@@ -76,13 +76,20 @@ class Context:
             self.documents = (place >= cache.padding[:, None]).long()
             starts = self.documents * cache.padding[:, None]
         if starts is not None:
-            self.begins, position = place == starts, place - starts
+            self.begins, self.positions = place == starts, place - starts
         self._columns = column, place, starts, documents
         self.noise = None if noise is None else hash_bits(noise[:, None], place)
-        angle = position[..., None].float() * rotary_frequencies(args, tokens.device)
+        self.cos, self.sin = self.angles(args.heads()[2])
+
+    def angles(self, size: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the positions for `size` features (D), which `rotate` takes: float32
+        S 1 D each, or B S 1 D where rows differ (Su et al., 2021)."""
+        frequencies = rotary_frequencies(self.args, self.tokens.device, size)
+        angle = self.positions[..., None].float() * frequencies
         cos, sin = angle.cos(), angle.sin()  # S D/2, or B S D/2
-        self.cos = torch.stack((cos, cos), dim=-1).flatten(-2).unsqueeze(-2)
-        self.sin = torch.stack((-sin, sin), dim=-1).flatten(-2).unsqueeze(-2)
+        pairs = (cos, cos), (-sin, sin)
+        cos, sin = (torch.stack(p, dim=-1).flatten(-2).unsqueeze(-2) for p in pairs)
+        return cos, sin
 
     def set_mask(self, args: TransformerArgs, dtype: torch.dtype) -> Mask:
         """Set `mask`, in the form for queries and keys of this dtype, and return it. Raises
@@ -116,11 +123,10 @@ class Context:
         return context
 
 
-def rotary_frequencies(args: TransformerArgs, device: torch.device) -> Tensor:
-    """Radians a position turns each pair of features by: float32 D/2, as Llama computes them."""
-    head_dim = args.heads()[2]
-    pair = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
-    frequency = 1.0 / args.rope_theta ** (pair / head_dim)
+def rotary_frequencies(args: TransformerArgs, device: torch.device, size: int) -> Tensor:
+    """Radians a position turns each pair of `size` features by: float32 size/2, as Llama has it."""
+    pair = torch.arange(0, size, 2, device=device, dtype=torch.float32)
+    frequency = 1.0 / args.rope_theta ** (pair / size)
     scaling = args.rope_scaling
     if scaling is None:
         return frequency

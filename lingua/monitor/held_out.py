@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lingua.data.documents import DocumentMarks
 
 Loss = Callable[[MicroBatch], Losses]
+Prepare = Callable[[MicroBatch], MicroBatch]
 
 # A forward without a backward keeps no activations. Of few or short rows it takes this many, whose
 # hidden states and logits are small beside the gradients of a step, which do not exist meanwhile.
@@ -33,21 +34,18 @@ logger = logging.getLogger(__name__)
 
 
 def measure_sources(
-    model: nn.Module,
-    loss: Loss,
+    measure: Callable[[HeldOut], dict[str, float]],
     held_out: Mapping[str, HeldOut],
-    batch_size: int,
-    n_targets: int,
-    mesh: DeviceMesh,
-    marks: "DocumentMarks | None",
-    report: Reporter,
+    report: Reporter | None,
     step: int,
 ) -> float | None:
-    """Measure the loss of every source after `step` and report it. Returns that of all together in
-    nats per byte; None where nothing is held out. Called by every rank; arguments as `validate`."""
+    """Measure every source after `step`, by `validate`, and report it. Returns the loss of all in
+    nats per byte; None where nothing is held out. Without a report it measures the first alone."""
     nats, n_bytes, n_sources = 0.0, 0.0, 0
     for name, windows in held_out.items():
-        result = validate(model, loss, windows, batch_size, n_targets, mesh, marks)
+        result = measure(windows)
+        if report is None:
+            return None
         report.validation(step, name, result | {"text": windows.text})
         if "bytes" in result:
             nats += result["nats_per_byte"] * result["bytes"]
@@ -59,43 +57,21 @@ def measure_sources(
     return nats / n_bytes if n_bytes else None
 
 
-@torch.no_grad()
-def validate(
-    model: nn.Module,
-    loss: Loss,
+def batches(
     held_out: HeldOut,
     batch_size: int,
     n_targets: int,
     mesh: DeviceMesh,
     marks: "DocumentMarks | None" = None,
-) -> dict[str, float]:
-    """Loss over every target of the windows. Called by every rank.
-
-    Args:
-        loss: that of a micro-batch, such as `Objective.loss`. The first of its sums is measured.
-        batch_size: rows of the largest micro-batch. A forward of each data-parallel rank has as
-            many windows, or more where these are short; on each mesh the same number, since
-            another one rounds otherwise. The last forward is padded.
-        n_targets: views the model predicts; the loss is that of the first.
-        marks: with document masks. Where documents begin with bos and masks ignore it as a target,
-            it is not measured either; it is not text.
-
-    Returns:
-        nats_per_token and the tokens measured; nats_per_byte, bits_per_byte and the bytes where
-        these are known; and the mean of each metric.
-    """
-    degree, rank, device = dp_degree(mesh), dp_rank(mesh), torch.device(mesh.device_type)
+    step: int = 0,
+) -> Iterator[MicroBatch]:
+    """The micro-batches in which this data-parallel rank measures the windows, on the host: on each
+    rank as many, and on each mesh of as many rows, since another number rounds otherwise. The last
+    one is padded. Arguments as `validate`."""
+    degree, rank = dp_degree(mesh), dp_rank(mesh)
     n_windows, seq_len = held_out.tokens.shape
     rows = min(n_windows, max(batch_size, MIN_POSITIONS // seq_len))
-    parts: dict[str, list[Tensor]] = {}  # float32 [2] each: the sum of a forward and its count
-    training = model.training
-    model.eval()
-    reported = time.monotonic()
     for start in range(rank * rows, n_windows + rank * rows, rows * degree):
-        if time.monotonic() - reported > PROGRESS_S:
-            reported = time.monotonic()
-            done = start - rank * rows
-            logger.info(f"held-out: {done:,} of {n_windows:,} windows are measured")
         window_slice = slice(start, start + rows)
         tokens, targets = map(
             torch.as_tensor, (held_out.tokens[window_slice], held_out.targets[window_slice])
@@ -114,13 +90,60 @@ def validate(
             starts = torch.from_numpy(marks.starts(index[:, :seq_len]))
         row_ids = torch.arange(start, start + rows)
         row_ids[rows - padding :] = -1
-        micro = MicroBatch(row_ids, tokens, targets, starts).to(device)
+        yield MicroBatch(row_ids, tokens, targets, starts, step=step, held_out=True)
+
+
+@torch.no_grad()
+def validate(
+    model: nn.Module,
+    loss: Loss,
+    held_out: HeldOut,
+    batch_size: int,
+    n_targets: int,
+    mesh: DeviceMesh,
+    marks: "DocumentMarks | None" = None,
+    step: int = 0,
+    prepare: Prepare | None = None,
+    first: bool = False,
+) -> dict[str, float]:
+    """Loss over every target of the windows. Called by every rank.
+
+    Args:
+        loss: that of a micro-batch, such as `Objective.loss`. The first of its sums is measured.
+        batch_size: rows of the largest micro-batch. A forward of each data-parallel rank has as
+            many windows, or more where these are short.
+        n_targets: views the model predicts; the loss is that of the first.
+        marks: with document masks. Where documents begin with bos and masks ignore it as a target,
+            it is not measured either; it is not text.
+        step: the last one that is complete.
+        prepare: (micro-batch on the host) -> what `loss` takes, on the device; None: a copy.
+        first: only the first micro-batch of each rank, of which nothing is returned.
+
+    Returns:
+        nats_per_token and the tokens measured; nats_per_byte, bits_per_byte and the bytes where
+        these are known; and the mean of each metric.
+    """
+    device, degree = torch.device(mesh.device_type), dp_degree(mesh)
+    parts: dict[str, list[Tensor]] = {}  # float32 [2] each: the sum of a forward and its count
+    training = model.training
+    model.eval()
+    reported = time.monotonic()
+    for i, read in enumerate(batches(held_out, batch_size, n_targets, mesh, marks, step)):
+        if time.monotonic() - reported > PROGRESS_S:
+            reported = time.monotonic()
+            done, n_windows = i * degree * len(read.tokens), len(held_out.tokens)
+            logger.info(f"held-out: {done:,} of {n_windows:,} windows are measured")
+        micro = read.to(device) if prepare is None else prepare(read)
         losses = loss(micro)
         count = (micro.targets[0] != IGNORE).sum()
         pair = torch.stack((losses.sums[0], count))
         for name, part in {"": pair, **mean_parts(losses.metrics, micro)}.items():
             parts.setdefault(name, []).append(part)
+        if first:
+            break
     model.train(training)
+    if first:
+        return {}
     [[nats, n], *others] = dp_sums(parts, mesh)
     result = means(list(parts)[1:], others) | {"nats_per_token": nats / n}
     if (n_bytes := held_out.n_bytes) is None:

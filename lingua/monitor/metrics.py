@@ -4,9 +4,8 @@ device: peak FLOP/s, MFU, peak memory."""
 import hashlib
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import torch
 
 from lingua.base.errors import UserError
 from lingua.base.files import append_whole, write_atomically
+from lingua.checkpoint.starts import NUMBER, in_order
 
 # ---- lines of JSON
 
@@ -23,7 +23,7 @@ OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 # What a run does not reproduce: the time, and what depends on the machine's speed and memory.
 NOT_CHAINED = {"created_at", "tokens_per_s", "tokens_per_s_per_device", "mfu", "step_time_s"}
 NOT_CHAINED |= {"data_time_s", "host_time_s", "slowest_rank", "slowest_ratio"}
-NOT_CHAINED |= {"peak_mem_gib", "chain"}
+NOT_CHAINED |= {"peak_mem_gib", "chain", NUMBER}
 # Events of the run itself, at the step that it has reached. One of an app may be about any step.
 LINKED_EVENTS = ("start", "topology", "stop")
 
@@ -63,25 +63,50 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
     append_whole(path, orjson.dumps(values, option=OPTIONS | orjson.OPT_APPEND_NEWLINE))
 
 
-def cut_back(path: Path, step: int) -> Chain:
-    """Remove the lines of later steps than `step`, an incomplete last line, and what is no line of
-    a run. The file is replaced atomically, and not touched where all lines stay. Returns the last
-    links, empty where there are none. Raises UserError."""
+class Earlier(NamedTuple):
+    """What earlier starts have left in a file."""
+
+    chain: Chain = Chain()  # the last links of the lines that stay
+    step: int = 0  # the highest of all lines
+    start: Mapping[str, Any] = {}  # the last event of a start
+    ended: str = ""  # why that start ended, where it has written that
+
+
+def cut_back(path: Path, step: int, may_write: Callable[[], bool] = lambda: True) -> Earlier:
+    """Remove the lines of later steps than `step`, those that a start has added after a later one
+    had, an incomplete last line, and what is no line of a run. The file is replaced atomically, and
+    not touched where all lines stay, nor where this process, asked right before, may not write.
+    Raises UserError."""
+    kept: list[bytes] = []
+    left = Earlier()
     try:
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        kept = [line for line in lines if _is_up_to(step, line)]
-        if len(kept) < len(lines):
+        texts = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        for text, line in in_order(filter(None, map(_parsed, texts))):
+            left = left._replace(step=max(left.step, line.get("step", 0)))
+            if line.get("event") == "start":
+                left = left._replace(start=line, ended="")
+            elif line.get("event") == "stop":
+                ended = ": ".join(str(line[key]) for key in ("reason", "error") if key in line)
+                left = left._replace(ended=ended)
+            if line.get("step", step) <= step:
+                kept.append(text)
+                left = left._replace(chain=left.chain.after(line))
+        if len(kept) < len(texts) and may_write():
             write_atomically(path, b"".join(kept).decode())
-        return reduce(Chain.after, map(orjson.loads, kept), Chain())
     except OSError as error:
         raise UserError(f"{path}: cannot be cut back to step {step}: {error}") from None
+    return left
 
 
-def _is_up_to(step: int, line: bytes) -> bool:
+def _parsed(text: bytes) -> tuple[bytes, dict[str, Any]] | None:
+    """A line with its text. None where it is incomplete, or no line of a run."""
     try:
-        return line.endswith(b"\n") and orjson.loads(line).get("step", step) <= step
-    except (ValueError, AttributeError, TypeError):  # incomplete, or no line of a run
-        return False
+        line = orjson.loads(text) if text.endswith(b"\n") else None
+    except ValueError:
+        return None
+    if isinstance(line, dict) and isinstance(line.get("step", 0), int | float):
+        return text, line
+    return None
 
 
 # ---- the device

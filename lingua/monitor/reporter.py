@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.base.dump_dir import EVALUATION, LINES, METRICS, SAMPLES, VALIDATION
+from lingua.checkpoint.starts import NUMBER
 from lingua.checkpoint.state import Progress
 from lingua.config.load import flatten
 from lingua.config.values import shorten
 from lingua.monitor.logger import progress_line
 from lingua.monitor.means import Means, exact_sum, means
-from lingua.monitor.metrics import Chain, append_line, cut_back, mfu, peak_mem_gib
+from lingua.monitor.metrics import Chain, Earlier, append_line, cut_back, mfu, peak_mem_gib
 from lingua.parallel.heartbeat import Heartbeat
 from lingua.parallel.mesh import dp_gather, dp_sum_, gather, on_rank_0
 from lingua.parallel.tensors import to_device, to_host
@@ -68,6 +69,7 @@ class Reporter:
         flops_per_token: float,
         may_write: Callable[[], bool] = lambda: True,
         heart: Heartbeat | None = None,
+        start: int = 0,
     ) -> None:
         """Open the files; lines of later steps than `progress`, which a killed process left, are
         removed.
@@ -77,10 +79,11 @@ class Reporter:
             flops_per_token: of forward and backward, for the MFU.
             may_write: False once another run has the dump dir; asked on rank 0 for each line.
             heart: is given where this rank is.
+            start: number of this start of the run.
         """
         self.args, self.mesh, self.flops_per_token = args, mesh, flops_per_token
         self.progress = progress
-        self.may_write, self.heart = may_write, heart or Heartbeat()
+        self.may_write, self.heart, self.start = may_write, heart or Heartbeat(), start
         self.folder = Path(args.dump_dir)
         self.device = torch.device(mesh.device_type)
         self.device_name, self.peak = "cpu", None
@@ -91,6 +94,7 @@ class Reporter:
             self.peak = peak_flops(self.device_name, args.distributed.dtype)
         self.wandb: WandbLog | None = None
         self.chains: dict[str, Chain] = {}  # of each file, on rank 0
+        self.earlier = Earlier()  # what earlier starts have left in metrics.jsonl, on rank 0
         on_rank_0(partial(self._open, progress.step))
         # training time of the whole run, earlier processes included
         self.trained_s = progress.trained_s
@@ -105,7 +109,9 @@ class Reporter:
             self._slow = SlowRank(self.heart)
 
     def _open(self, step: int) -> None:
-        self.chains = {file: cut_back(self.folder / file, step) for file in LINES}
+        left = {file: cut_back(self.folder / file, step, self.may_write) for file in LINES}
+        self.earlier = left[METRICS]
+        self.chains = {file: earlier.chain for file, earlier in left.items()}
         if self.args.logging.wandb is not None:
             from lingua.monitor.wandb import WandbLog
 
@@ -234,6 +240,7 @@ class Reporter:
     def _write(self, file: str, line: dict[str, Any]) -> None:
         if dist.get_rank() != 0 or not self.may_write():
             return
+        line = {**line, NUMBER: self.start} if self.start else line
         link = self.chains[file].link(line) if file in (METRICS, VALIDATION) else None
         linked = line if link is None else {**line, "chain": link}
         try:

@@ -29,7 +29,8 @@ def build_optimizer(
     complete. The groups keep canonical names in `param_names`.
 
     Raises:
-        UserError: Muon, and no matrix for it; a name in `lr_scale` that matches nothing.
+        UserError: nothing is trained; Muon, and no matrix for it; a name in `lr_scale` that matches
+            nothing.
     """
     decay, no_decay = split_by_decay(model)
     matrices: list[Named] = []
@@ -48,7 +49,9 @@ def build_optimizer(
         from lingua.optim.scale import scaled
 
         groups = scaled(groups, args.lr_scale)
-    return AdamWMuon([group for group in groups if group["params"]], args.lr)
+    if not (groups := [group for group in groups if group["params"]]):
+        raise UserError("the model has no parameter to train: all are frozen")
+    return AdamWMuon(groups, args.lr)
 
 
 def split_by_decay(model: nn.Module) -> tuple[list[Named], list[Named]]:

@@ -1,26 +1,17 @@
 """Learning rates of parts of a model (`optim.lr_scale`)."""
 
 import math
-from itertools import accumulate
 from typing import Any
 
-from lingua.base.errors import UserError, nearest
 from lingua.parallel.init import Named
+from lingua.parallel.patterns import check_named
 from lingua.parallel.plan import within
 
 
 def scaled(groups: list[dict[str, Any]], lr_scale: dict[str, float]) -> list[dict[str, Any]]:
     """The groups of named parameters, each split by the factor of `lr_scale` that they have."""
     names = [name for group in groups for name, _ in group["params"]]
-    for pattern in lr_scale:
-        if not any(within(name, [pattern]) for name in names):
-            modules = {
-                part for name in names for part in accumulate(name.split("."), "{}.{}".format)
-            }
-            raise UserError(
-                f"optim.lr_scale: {pattern} names no trained parameter of the model, and no module "
-                f"that has one{nearest(pattern, modules)}"
-            )
+    check_named("optim.lr_scale", lr_scale, names, "trained parameter")
     split = []
     for group in groups:
         parts: dict[float, list[Named]] = {}

@@ -18,6 +18,12 @@ class DistributedArgs:
         None  # ranks each copy is sharded over; null takes what remains
     )
     tp_size: Additions[int] = 1  # ranks a layer is split over (tensor parallelism)
+    # use as many ranks as fit the sizes above, and leave the others idle; without it, ranks that do
+    # not fit wait for more where torchrun has restarts, else they are an error
+    spare: Operational[bool] = False
+    # a device of lingua plan, or its file: ranks do not fit either where a plan finds too little
+    # memory for them, which is made at each start that torchrun may repeat; null: none is made
+    gpu: Operational[str | None] = None
     rendezvous_s: Operational[float] = 600.0  # seconds to wait for the other processes at the start
     # seconds to wait for another rank in a collective; the run then ends and names it
     timeout_s: Operational[float] = 1800.0
@@ -30,6 +36,9 @@ class DistributedArgs:
     # when ranks free the parameters that they have gathered: `always` after each use, or once a
     # `step`, whose other micro-steps gather none; each rank then holds all of them in model_dtype
     reshard: Additions[Literal["always", "step"]] = "always"
+    # steps between those in which ranks compute gradients of each other again, with deterministic:
+    # mesh; null: never
+    check_every: Operational[int | None] = None
     # CPU threads of the operators of a process, which rounding depends on; null: torch's choice, or
     # 1 with deterministic: mesh
     threads: Additions[int | None] = None
@@ -58,7 +67,8 @@ class DistributedArgs:
         self.threads = self.threads or (1 if exact else None)
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 1, "dp_replicate", "dp_shard", "tp_size", maximum=1 << 24)
+        sizes = "dp_replicate", "dp_shard", "tp_size"
+        yield from bounds(self, 1, *sizes, "check_every", maximum=1 << 24)
         yield from bounds(self, 1, "threads", maximum=1024)
         yield from bounds(self, 1, "rendezvous_s", "timeout_s", "step_timeout_s", maximum=86400)
         if self.dp_replicate is None and self.dp_shard is None:
@@ -68,7 +78,7 @@ class DistributedArgs:
 def mesh_sizes(args: DistributedArgs, world_size: int) -> tuple[int, int, int]:
     """(dp_replicate, dp_shard, tp) for `world_size` processes, the null axis filled in."""
     replicate, shard, tp = args.dp_replicate, args.dp_shard, args.tp_size
-    known = (replicate or 1) * (shard or 1) * tp
+    known = least_ranks(args)
     shown = f"distributed.dp_replicate = {replicate}, dp_shard = {shard}, tp_size = {tp}"
     shown = shown.replace("None", "null")
     if replicate is not None and shard is not None and known != world_size:
@@ -77,3 +87,16 @@ def mesh_sizes(args: DistributedArgs, world_size: int) -> tuple[int, int, int]:
         raise UserError(f"{shown}: {known} does not divide the number of processes, {world_size}")
     rest = world_size // known
     return replicate or rest, shard or rest, tp
+
+
+def least_ranks(args: DistributedArgs) -> int:
+    """The product of the sizes that are given: a mesh has a multiple of it, or just as many ranks
+    where all are given."""
+    return (args.dp_replicate or 1) * (args.dp_shard or 1) * args.tp_size
+
+
+def fitting(args: DistributedArgs, world_size: int) -> int:
+    """The largest number of ranks up to `world_size` that `mesh_sizes` takes, 0 if none."""
+    n_times = world_size // least_ranks(args)
+    open_size = None in (args.dp_replicate, args.dp_shard)
+    return least_ranks(args) * (n_times if open_size else min(1, n_times))

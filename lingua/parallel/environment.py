@@ -54,6 +54,12 @@ def detect_launch(env: dict[str, str] | None = None) -> Launch:
     return Launch()
 
 
+def restarts_in_torchrun() -> bool:
+    """Whether torchrun starts this process again after a failure, and as ranks join."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    return restarts and detect_launch().by == "torchrun"
+
+
 def show_in_torchrun(text: str, later: bool = False) -> None:
     """Give torchrun the error of this rank, for the report of 25 lines with which it ends: it names
     the earliest one, by seconds, as the cause; `later`: another rank failed before."""

@@ -7,7 +7,7 @@ gradient does not depend on the mesh, and those of each micro-step follow those 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class GradientSums:
         axes = [axis for axis in ("dp_replicate", "dp_shard") if mesh[axis].size() == self.n_ranks]
         self.group = mesh.get_group(axes[0]) if axes else dist.group.WORLD  # tp_size is 1
         self.micro_step, self.last = -1, True
+        # sees the gradients of each unit; true: they are not added (lingua.tools.elastic.recheck)
+        self.observe: Callable[[Tensor], bool] | None = None
         self.units = [_Unit(self) for m in model.modules() if isinstance(m, FSDPModule)]
         modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         for module, unit in zip(modules, self.units, strict=True):
@@ -93,6 +95,8 @@ class _Unit:
         after the other. In the last micro-step `out`, float32 [n], becomes this shard's sum; None:
         it is written over the gradients of the only shard."""
         sums, i, out = self.sums, self.n_calls, grads if out is None else out
+        if sums.observe is not None and sums.observe(grads):
+            return
         received = self._exchange(grads, len(out))
         if sums.micro_step == 0:
             self.totals[i] = torch.zeros_like(received[0], dtype=torch.float64)
@@ -136,13 +140,15 @@ class _Unit:
 def exact_norm(parameters: list[nn.Parameter]) -> Tensor:
     """`lingua.parallel.gradients.grad_norm` from integers, whose sum no order changes. The largest
     element of a tensor, which none changes either, gives their unit: a square is off by less than
-    2^-60 of the largest. inf where an element is not finite.
+    2^-60 of the largest. inf where an element is not finite, 0 where none has a gradient.
 
     A tensor has fewer than 2^32 elements.
     """
     grads = [local(p.grad).flatten() for p in parameters if p.grad is not None]
     device = parameters[0].device
     zero = torch.zeros((), device=device)
+    if not grads:  # on no rank
+        return zero
     largest = torch.stack([g.abs().max() if len(g) else zero for g in grads])
     largest = torch.where(largest.isfinite(), largest, torch.inf)
     mesh = parameters[0].device_mesh if isinstance(parameters[0], DTensor) else None

@@ -28,10 +28,14 @@ T = TypeVar("T")
 
 SILENT_S = 3 * BEAT_S  # without a write, a rank is silent
 STORE_S = 5.0  # seconds for the store to answer
-LEAVING = threading.RLock()
+SAVING_S = 20.0  # seconds to save a part of a copy: launchers kill 30 s after they end a run
+# In the store: replicas are to save a copy, as a rank has failed; one ends by a user's mistake.
+LOST, MISTAKE = "lingua/lost", "lingua/mistake"
+LEAVING, STARTING = threading.RLock(), threading.Lock()
+SAVING: list[threading.Thread] = []  # that which saves a part, if one does
 MAX_SHOWN = 16  # ranks, or groups of them, in one report
 # What errors contain when a connection was lost or a collective timed out.
-LOST = (
+LOST_WORDS = (
     "gloo/",
     "Connection closed",
     "Connection reset",
@@ -88,6 +92,9 @@ def log_late(heart: Heartbeat) -> None:
         if failed is None:  # the main thread may wait for the store, which has no end
             line = f"error: {_who(heart)}: lost its connection after the store was lost"
             print(line, file=sys.stderr, flush=True)
+            save_part(heart)
+            for thread in SAVING:
+                thread.join(SAVING_S)
             os._exit(1)
         if first and time.monotonic() > end:
             old, before, end = before, _read(heart), time.monotonic() + wait_s
@@ -147,6 +154,7 @@ def report(heart: Heartbeat, print_error: Callable[..., object], error: Exceptio
     """The excepthook of a rank of several: the first that fails prints its traceback by
     `print_error`, the hook before, others a line. A UserError is for others to know alone."""
     LEAVING.acquire()  # never released: the thread that comes second waits for the end of both
+    save_part(heart, error)
     later = explain(heart, error)
     if isinstance(error, UserError):
         return
@@ -156,6 +164,47 @@ def report(heart: Heartbeat, print_error: Callable[..., object], error: Exceptio
         print_error(type(error), error, error.__traceback__)  # torch's names the rank
     else:
         print(f"error: {printable(later)}", file=sys.stderr)
+    for thread in SAVING:
+        thread.join(SAVING_S)
+
+
+def save_part(heart: Heartbeat, error: Exception | None = None) -> None:
+    """Once, where replicas have copies of the run: begin to save what this rank has of one, and
+    have the others do so; not where it ends by an `error` of its own, or a user's mistake."""
+    with STARTING:  # who comes second finds the thread in SAVING
+        save, heart.save_part = heart.save_part, None
+        if save is None or _within(STORE_S, lambda: heart.store.check([MISTAKE])):
+            return
+        if error is None or _is_lost(error):
+            thread = threading.Thread(target=_save, args=(heart, save), daemon=True)
+            SAVING.append(thread)
+            thread.start()
+    # After a mistake, other ranks lose their connections, and know why.
+    _within(STORE_S, lambda: heart.store.set(MISTAKE if isinstance(error, UserError) else LOST, ""))
+
+
+def _save(heart: Heartbeat, save: Callable[[], str]) -> None:
+    try:
+        line = save()
+    except Exception as error:  # another one ends the run
+        line = f"its part of the run cannot be saved: {error}"
+    print(printable(f"{_who(heart)}: {line}"), file=sys.stderr, flush=True)
+
+
+def watch_others(heart: Heartbeat) -> None:
+    """Save this rank's part once another rank has failed, or the store is lost. In a thread."""
+    with suppress(dist.DistError):
+        while heart.save_part is not None and heart.wait() and not heart.store.check([LOST]):
+            pass
+    if heart.is_beating():
+        save_part(heart)
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether this rank ends by a connection that was lost or a collective that timed out."""
+    known = isinstance(error, dist.DistError | TimeoutError)
+    by_text = any(words in str(error) for words in LOST_WORDS)
+    return (known or by_text) and not isinstance(error, UserError)
 
 
 def explain(heart: Heartbeat, error: Exception) -> str | None:
@@ -169,7 +218,7 @@ def explain(heart: Heartbeat, error: Exception) -> str | None:
     if not heart.is_beating():
         return None
     heart.patience_s = float("inf")
-    lost = isinstance(error, dist.DistError | TimeoutError) or any(words in text for words in LOST)
+    lost = _is_lost(error)
     if not heart.failed and _is_first(heart, "lingua/failures"):
         for line in late_ranks(heart) if lost else []:
             error.add_note(printable(line))

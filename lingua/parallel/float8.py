@@ -45,7 +45,7 @@ def check_matrices(model: nn.Module, plan: ParallelPlan, sizes: tuple[int, ...])
         f"{name} of a block is {m.out_features} x {m.in_features}": m
         for block in blocks_of(model, plan)
         for name, m in block.named_modules()
-        if isinstance(m, nn.Linear)
+        if type(m) is nn.Linear
     }
     if not matrices:
         raise UserError(f"{KEY}: the model has no nn.Linear in a block of its ParallelPlan")
@@ -71,7 +71,10 @@ def to_float8(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, sharded: b
     check_matrices(model, plan, mesh.shape)
     config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=sharded)  # scaled by tensor
     for block in blocks_of(model, plan):
-        torchao.convert_to_float8_training(block, config=config)
+        # A class that is derived computes something else, and stays as it is.
+        torchao.convert_to_float8_training(
+            block, config=config, module_filter_fn=lambda m, name: type(m) is nn.Linear
+        )
 
 
 def scale_at_once(model: nn.Module) -> None:

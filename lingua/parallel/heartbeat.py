@@ -25,6 +25,8 @@ class Heartbeat:
         self.store: dist.Store
         self.keys: list[str] = []  # of each rank, in the store
         self.rank, self.main = 0, 0  # this rank, and the number of its main thread
+        # with replicas: saves this rank's part of a copy of the run, and returns a line about it
+        self.save_part: Callable[[], str] | None = None
 
     def at(self, step: int, phase: str) -> None:
         """State where this rank is. Called by every rank, in the same order."""

@@ -111,14 +111,16 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def ties_kept(model: nn.Module) -> Iterator[None]:
-    """Tie the parameters that were tied before the block again after it: `to_empty` and
-    `parallelize_module` replace each module's parameters one by one."""
+    """After the block, tie parameters again that were tied before it, and freeze those that were
+    frozen: `to_empty` and `parallelize_module` replace each module's parameters one by one."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(p, []).append((module, name))
     yield
-    for (first, name), *others in owners.values():
+    for before, [(first, name), *others] in owners.items():
+        if isinstance(after := getattr(first, name, None), nn.Parameter):  # a style may take it
+            after.requires_grad_(before.requires_grad)
         for module, other in others:
             if getattr(module, other) is not getattr(first, name):
                 setattr(module, other, getattr(first, name))

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lingua.base.errors import UserError
-from lingua.parallel.args import DistributedArgs, mesh_sizes
-from lingua.parallel.environment import Launch
+from lingua.base.dump_dir import WRONG_HOSTS
+from lingua.base.errors import UserError, tool_needed_by
+from lingua.parallel.args import DistributedArgs, fitting, mesh_sizes
+from lingua.parallel.environment import Launch, restarts_in_torchrun
 from lingua.parallel.environment import detect_launch as detect_launch  # callers need it to start
 from lingua.parallel.heartbeat import ABORT_S, Heartbeat
-from lingua.parallel.mesh import AXES, all_call, world_sum_
+from lingua.parallel.mesh import AXES, LEFT, all_call, share, world_sum_
 from lingua.parallel.torch_private import set_group_timeout
 
 
@@ -53,10 +54,11 @@ def start(
     `model_dtype`, `grad_sync` and `threads` that `args` leave open are filled in.
 
     Raises:
-        UserError: the sizes of the mesh do not multiply to the number of processes, the processes
-            cannot meet, or, with `deterministic: mesh`, are not alike.
+        UserError: the number of processes does not fit the sizes of the mesh, the processes cannot
+            meet, or, with `deterministic: mesh`, are not alike.
     """
-    sizes = mesh_sizes(args, launch.world_size)
+    if not (args.spare or restarts_in_torchrun()):
+        mesh_sizes(args, launch.world_size)  # an error here is one before ranks have met
     args.model_dtype = args.model_dtype or ("bf16" if device.type == "cuda" else "fp32")
     args.resolve(deterministic == "mesh")
     _set_up_torch(device, launch, args, bool(deterministic), dump_dir)
@@ -67,6 +69,7 @@ def start(
         from lingua.parallel.rendezvous import meet
 
         store = meet(launch, args)
+        launch = _choose_rank(launch, args, store, dump_dir)
     if deterministic == "mesh":
         from lingua.parallel.exact import check_ranks
 
@@ -89,9 +92,24 @@ def start(
         from lingua.parallel.rendezvous import watch
 
         watch(heart, store, launch)
+    sizes = mesh_sizes(args, launch.world_size)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     set_timeout(mesh, args.timeout_s, heart)  # a mesh's groups do not inherit it
     return mesh
+
+
+def _choose_rank(
+    launch: Launch, args: DistributedArgs, store: dist.Store, dump_dir: Path | None
+) -> Launch:
+    """The place of this process among those that are used, where these need not be all."""
+    file, place = Path(dump_dir or "/dev/null", WRONG_HOSTS), (launch.rank, launch.world_size)
+    wrong_hosts = share(lambda: os.path.exists(file), store, "lingua/wrong", *place)
+    fits = fitting(args, launch.world_size) == launch.world_size
+    if fits and not (args.spare or wrong_hosts or args.gpu is not None):
+        return launch
+    with tool_needed_by("choosing the ranks of a run"):
+        from lingua.tools.elastic.seats import take_seat
+    return take_seat(launch, args, store, dump_dir)
 
 
 def _set_up_torch(
@@ -137,7 +155,8 @@ def set_timeout(mesh: DeviceMesh, seconds: float, heart: Heartbeat) -> None:
 
 
 def leave(patience_s: float) -> None:
-    """End the process group. Rank 0 first waits up to `patience_s` seconds for the other ranks to
-    call this: its process may hold the store, which they may still read."""
-    all_call("left", 0.0 if dist.get_rank() else patience_s)
+    """End the process group. Rank 0 first waits up to `patience_s` seconds for the other ranks, and
+    for those that are idle, to call this: its process may hold the store, which they may read."""
+    n = max(detect_launch().world_size, dist.get_world_size())
+    all_call(LEFT, 0.0 if dist.get_rank() else patience_s, n)
     dist.destroy_process_group()

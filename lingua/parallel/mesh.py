@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.base.errors import UserError
 from lingua.parallel.signals import STOPPING
-from lingua.parallel.torch_private import default_store
+from lingua.parallel.torch_private import default_store, without_prefix
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 AXES = ("dp_replicate", "dp_shard", "tp")
+LEFT = "lingua/left"  # key in the store: how many processes have left the group, or the idle ranks
 READ_S = 5.0  # seconds for the other ranks to read why rank 0 ends, whose process has the store
 
 
@@ -177,14 +178,15 @@ def gather_on_rank_0(item: T, group: dist.ProcessGroup | None = None) -> list[T]
     return items
 
 
-def all_call(key: str, patience_s: float) -> bool:
-    """Whether every rank calls this with `key` up to `patience_s` seconds after this one. It is no
-    collective: ranks that do something else meanwhile are not disturbed."""
-    store, deadline = default_store(), time.monotonic() + patience_s
-    n_called = store.add(f"lingua/{key}", 1)
-    while n_called < dist.get_world_size():
+def all_call(key: str, patience_s: float, n: int | None = None) -> bool:
+    """Whether every rank, or `n` processes with the store, call this with `key` up to `patience_s`
+    seconds after this one. It is no collective: ranks that do something else meanwhile are not
+    disturbed. Processes that have the store alone can add to the `key` too."""
+    store, deadline = without_prefix(default_store()), time.monotonic() + patience_s
+    n_called = store.add(key, 1)
+    while n_called < (n or dist.get_world_size()):
         if time.monotonic() >= deadline:  # without patience it asks no second time
             return False
         time.sleep(max(0.01, dist.get_world_size() / 10_000))  # 10,000 questions a second of all
-        n_called = store.add(f"lingua/{key}", 0)
+        n_called = store.add(key, 0)
     return True

@@ -1,6 +1,6 @@
 """The layout of a plain module on the mesh, by patterns of names, and the check that it fits."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from itertools import chain
@@ -26,7 +26,8 @@ class ParallelPlan:
     compiled: modules outside the blocks that are compiled where blocks are, by their own `compile`.
     units: further FSDP units, each a group of modules whose parameters are gathered together; the
         last is the end of the model.
-    tp: the style of each module under tensor parallelism; None when the model has no such layout.
+    tp: the style of each module under tensor parallelism, of several that match it the last; None
+        when the model has no such layout.
     tp_equal: modules or parameters that no style distributes and that every tp rank holds whole.
         Their gradients must be equal on all tp ranks: what enters and leaves such a module is equal
         there. A norm whose input is split over positions needs the style SequenceParallel instead.
@@ -41,16 +42,17 @@ class ParallelPlan:
     tp_divides: dict[str, int] = field(default_factory=dict)
 
     def with_part(
-        self, part: str, tp: dict[str, ParallelStyle], tp_equal: tuple[str, ...] = ()
+        self, part: str, tp: Mapping[str, ParallelStyle | None], tp_equal: tuple[str, ...] = ()
     ) -> "ParallelPlan":
-        """The plan of a model whose modules `part` are of another kind: their styles are `tp`, by
-        names inside the part ("" is the part itself), in place of those that the plan has."""
-        tp = {f"{part}.{name}".rstrip("."): style for name, style in tp.items()}
-        others = {
-            name: s for name, s in (self.tp or {}).items() if not f"{name}.".startswith(f"{part}.")
-        }
+        """The plan of a model whose modules `part` are of another kind. `tp` has styles by patterns
+        of names inside the part ("" is the part itself), None where a module has none any more; the
+        plan's own stay where they match none of these."""
+        new = {f"{part}.{name}".rstrip("."): style for name, style in tp.items()}
+        replaced = {*new, *matching(self.tp or (), list(new))}
+        styles = {n: style for n, style in (self.tp or {}).items() if n not in replaced}
+        styles |= {n: style for n, style in new.items() if style is not None}
         equal = (*self.tp_equal, *(f"{part}.{name}" for name in tp_equal))
-        return replace(self, tp=others | tp, tp_equal=equal)
+        return replace(self, tp=styles, tp_equal=equal)
 
 
 # Styles that convert inputs and outputs, and distribute no parameters.
@@ -88,6 +90,9 @@ def check_layout(model: nn.Module, plan: ParallelPlan | None, tp: int) -> None:
         if uneven:
             problems.append(f"distributed.tp_size = {tp}: must divide {', '.join(uneven)}")
         styles = (plan.tp or {}).items()
+        from lingua.parallel.styles import unclear
+
+        problems += unclear({name: s for name, s in styles if within(name, plan.blocks)})
         styled = [name for name, style in styles if type(style) not in _INPUT_OUTPUT_STYLES]
         problems += undeclared([name for name in parameters if not within(name, styled)], plan, tp)
     if problems:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from lingua.base.errors import UserError
-from lingua.parallel.environment import detect_launch, show_in_torchrun
+from lingua.parallel.environment import detect_launch, restarts_in_torchrun, show_in_torchrun
 from lingua.parallel.signals import STOPPING, take_signals
 
 COLLECT_EVERY = 100  # steps between garbage collections; every tenth is a full one, 0.1 s
@@ -53,7 +53,7 @@ def run_program(program: Callable[[], None]) -> NoReturn:
         if error.local and detect_launch().world_size > 1 and _has_process_group():
             sys.excepthook(type(error), error, None)  # others, which lose it, name this rank
         _report(error)
-        code, patience_s = 2, 0.0 if error.local else patience_s
+        code, patience_s = error.exit_code, 0.0 if error.local else patience_s
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
         if detect_launch().world_size > 1:  # the other ranks may be in a collective
@@ -71,7 +71,7 @@ def run_program(program: Callable[[], None]) -> NoReturn:
             show_in_torchrun(traceback.format_exc())
             raise
     # Slurm's early signal, or its end of the others after a mistake, must not look like a failure.
-    for number in STOPPING if code == 2 else (signal.SIGUSR2,):
+    for number in STOPPING if code in (2, 3) else (signal.SIGUSR2,):
         signal.signal(number, signal.SIG_IGN)
     if _has_process_group():
         from lingua.parallel.launch import leave
@@ -101,8 +101,7 @@ def exit_stopped(name: str) -> NoReturn:
     for number in STOPPING:  # torchrun ends the other ranks as soon as one has left
         signal.signal(number, signal.SIG_IGN)
     launch = detect_launch()
-    restarts = launch.by == "torchrun" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if restarts or launch.by == "slurm":
+    if restarts_in_torchrun() or launch.by == "slurm":
         sys.exit(0)
     show_in_torchrun(f"stopped by {name}")
     sys.exit(128 + signal.Signals[name])
@@ -119,7 +118,7 @@ def _report(error: UserError) -> None:
     first = error.local or detect_launch().rank == 0
     if not first and not _has_process_group():
         # A launcher ends all ranks when one exits: rank 0 exits first, unless it has no mistake.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(error.exit_code))
         take_signals()
         time.sleep(RANK_0_S)
         first = True

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lingua.base.errors import UserError
 from lingua.parallel.args import DistributedArgs
-from lingua.parallel.environment import Launch
+from lingua.parallel.environment import Launch, restarts_in_torchrun
 from lingua.parallel.heartbeat import BEAT_S, LOOK_S, Heartbeat
 
 FILES = 256  # open files and connections of a process beside one for each rank
@@ -30,8 +30,7 @@ def meet(launch: Launch, args: DistributedArgs) -> dist.Store:
     _allow_files(FILES + launch.world_size)
     patience_s = args.rendezvous_s
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by all starts of torchrun
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if shared and restarts and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+    if shared and restarts_in_torchrun() and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         raise UserError(
             "torchrun --max-restarts on several machines needs the environment variable "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it, a restart would find what the start "

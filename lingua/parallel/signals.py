@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from lingua.base.errors import UserError
-from lingua.parallel.environment import detect_launch
+from lingua.parallel.environment import detect_launch, restarts_in_torchrun
 
 STOPPING = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 INSIST_S = 2.0  # one Ctrl-C can arrive twice, since torchrun forwards it; a later one exits
@@ -39,7 +39,7 @@ class StopRequest:
 
     def __init__(self, note: str = "") -> None:
         self.signal: str | None = None  # name of the first signal received
-        self.note = note  # what the run does about a signal
+        self.note = self._first_note = note  # what the run does about a signal
         self._process = os.getpid()
         self._raising = False
         hangup = signal.getsignal(signal.SIGHUP)
@@ -68,6 +68,9 @@ class StopRequest:
                 continue
             name = signal.Signals(number).name
             self.signal = self.signal or name
+            starting = self.note == self._first_note  # there is nothing to save
+            if starting and number == signal.SIGTERM and restarts_in_torchrun():
+                os._exit(128 + number)  # torchrun waits for it, to start it with other ranks
             if number == signal.SIGINT:
                 now = time.monotonic()
                 interrupted_at = interrupted_at or now

@@ -60,6 +60,13 @@ def dynamo_is_imported() -> bool:
 
 # What ranks agree on without a collective.
 default_store = c10d._get_default_store
+
+
+def without_prefix(store: dist.Store) -> dist.Store:
+    """The store of a process group as it was given: torch has put a prefix before its keys."""
+    return store.underlying_store if isinstance(store, dist.PrefixStore) else store
+
+
 # A group by its name, which is what the operators of compiled graphs have.
 resolve_process_group = c10d._resolve_process_group
 

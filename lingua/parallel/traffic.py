@@ -18,7 +18,7 @@ def traffic_notes(
     """Lines about a model that is laid out on the mesh, with `n_micro` micro-steps a step."""
     yield from grad_sync_note(model, mesh, args.grad_sync, n_micro)
     if args.reshard == "step" and n_micro > 1 and mesh.shape[1] > 1:
-        gathered = sum(local(p).numel() for p in model.parameters()) * mesh.shape[1]
+        gathered = _elements(model) * mesh.shape[1]
         size = human_bytes(gathered * args.dtype.itemsize)
         yield (
             f"distributed.reshard = step: keeps {size} of gathered parameters through a step, and "
@@ -35,7 +35,7 @@ def grad_sync_note(
     if n_micro == 1 or shards * replicas == 1:
         return
     # Bytes of this rank's float32 gradients, after and before they are split over dp_shard.
-    shard_bytes = sum(local(p).numel() for p in model.parameters()) * 4
+    shard_bytes = _elements(model, trained=True) * 4
     whole_bytes = shard_bytes * shards
     reduces = shard_bytes if replicas > 1 and mode != "every" else 0
     kept = whole_bytes if mode == "last" else reduces
@@ -58,17 +58,24 @@ def replicas_note(
     inside = node // tp  # ranks of a node that share one copy
     if args.dp_shard is not None or shards <= 64 or inside < 2 or shards % inside:
         return
-    whole = sum(local(p).numel() for p in model.parameters()) * shards * tp
+    whole, trained = (_elements(model, t) * shards * tp for t in (False, True))
     others = 1 - inside / shards  # share of a copy on other nodes
     # Weights are gathered in forward and backward, gradients are float32; an all-reduce moves twice
     # what it reduces.
     scatters = 1 if args.grad_sync == "last" else n_micro
-    moved = others * whole * (2 * n_micro * args.dtype.itemsize + 4 * scatters)
-    kept = 16 * whole * (1 / inside - 1 / shards) / tp  # weights, gradients and two moments
+    moved = others * (2 * n_micro * args.dtype.itemsize * whole + 4 * scatters * trained)
+    # Weights, and for those that are trained gradients and two moments.
+    weights = sum(local(p).nbytes for p in model.parameters()) * shards * tp
+    kept = (weights + 12 * trained) * (1 / inside - 1 / shards) / tp
     yield (
         f"distributed.dp_shard = null: one copy is shared by {shards} ranks, and about "
         f"{human_bytes(int(moved))} of weights and gradients enter each node in a step. "
         f"distributed.dp_replicate = {replicas * shards // inside}, a copy on each node, makes it "
-        f"{human_bytes(int(others * whole * 8))}, gathers weights within the node, and takes "
+        f"{human_bytes(int(others * trained * 8))}, gathers weights within the node, and takes "
         f"{human_bytes(int(kept))} more memory on each rank"
     )
+
+
+def _elements(model: nn.Module, trained: bool = False) -> int:
+    """Elements that this rank holds of the parameters, or of those that are `trained`."""
+    return sum(local(p).numel() for p in model.parameters() if p.requires_grad or not trained)

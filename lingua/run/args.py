@@ -104,6 +104,8 @@ class RunArgs:
         if self.exact and self.distributed.float8 is not None:
             need = "must be null with deterministic = mesh: its scales depend on the mesh"
             yield "distributed.float8", need
+        if not self.exact and self.distributed.check_every is not None:
+            yield "distributed.check_every", "must be null without deterministic = mesh"
         for i, name in enumerate(self.validation.sources):
             if name in self.data.used_sources():
                 yield f"validation.sources[{i}]", f"is trained on, as data.sources.{name}"
@@ -112,6 +114,11 @@ class RunArgs:
     def exact(self) -> bool:
         """Whether the run is to be the same to the last bit on every data-parallel mesh."""
         return self.deterministic == "mesh"
+
+    @property
+    def noisy(self) -> str | None:
+        """The key for which the model is given noise in training (`LanguageModel`), if any."""
+        return "model.dropout" if self.model.dropout else None
 
     @property
     def folder(self) -> Path:
@@ -142,9 +149,9 @@ class RunArgs:
         every = self.samples.every
         return every > 0 and step % every == 0 and step < self.steps
 
-    def samples_due_later(self, step: int) -> bool:
-        """Whether samples are due in this process once `step` is complete, or at its end."""
-        every = self.samples.every
+    def due_later(self, every: int, step: int) -> bool:
+        """Whether what is done every so many steps, and at the end, is due in this process once
+        `step` is complete."""
         return self.end == self.steps or (every > 0 and self.end // every > step // every)
 
     def probe_due(self, step: int) -> bool:

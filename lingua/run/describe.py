@@ -5,7 +5,9 @@ import shlex
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ from lingua.app import MAIN, known_apps
 from lingua.base.dump_dir import CONFIG, PLAN, RECEIPT, step_folder
 from lingua.base.errors import UserError, tool_needed_by
 from lingua.base.files import write_atomically
-from lingua.base.format import counted, short_time
+from lingua.base.format import counted, parameters_text, short_time
 from lingua.base.version import code_hash, code_version
 from lingua.checkpoint.state import versions
 from lingua.config.load import to_yaml
+from lingua.data.sources import TextData
 from lingua.model.head import chunk_note
 from lingua.model.transformer import Attention
 from lingua.optim.schedule import schedule_warnings
@@ -37,23 +40,50 @@ logger = logging.getLogger(__name__)
 def announce(run: Run, checked: Checked) -> None:
     """Write config.yaml, log what starts, and write its event lines. Called by every rank."""
     args, step, topology = run.args, run.progress.step, run.mesh.shape
+    run.saver.wait()  # raises an error where a later start has the run
     on_rank_0(lambda: write_atomically(args.folder / CONFIG, to_yaml(args)))
     on_rank_0(lambda: (args.folder / RECEIPT).unlink(missing_ok=True))  # of an earlier end
+    if type(checked.data) is TextData:
+        folders = tuple(checked.data.folders(args, run.tokenizer).values())
+        with suppress(OSError):  # a full disk: the next start looks for the text again
+            if run.saver.start.number:  # on rank 0
+                run.saver.start.write(args.folder, folders)
     for line in describe(args, run.model, run.mesh):
         logger.info(line)
-    run.report.event("start", step, topology=topology, config=to_yaml(args), **machine(run))
+    where = machine(run)
+    again = started_again(run, where["hosts"])
+    run.report.event("start", step, topology=topology, config=to_yaml(args), **again, **where)
     if checked.saved is not None and checked.saved.topology != topology:
         run.report.event("topology", step, old=checked.saved.topology, new=topology)
+
+
+def started_again(run: Run, hosts: list[str]) -> dict[str, Any]:
+    """What the event of a later start has besides (docs/runs.md). Logs what nobody asked for."""
+    earlier, mesh = run.report.earlier, run.mesh.shape
+    if not earlier.start:
+        return {}
+    known, before = earlier.start.get("hosts") or hosts, earlier.start.get("topology") or mesh
+    again, n, old = max(0, earlier.step - run.progress.step), prod(mesh), prod(before)
+    changes = [f"{n} instead of {counted(old, 'rank')}"] * (n != old)
+    changes += [f"{counted(again, 'step')} to do again"] * (again > 0)
+    changes += [f"{host} has left" for host in known if host not in hosts]
+    changes += [f"{host} has joined" for host in hosts if host not in known]
+    cause = earlier.ended or "error: it was killed, or its machine was lost"
+    if again or set(known) != set(hosts) or ":" in cause:
+        last = "lost its connection to a rank" if "gloo/" in cause else cause
+        logger.info(f"start {run.saver.number}: " + "; ".join([*changes, f"before: {last}"]))
+    return {"cause": cause, "steps_again": again}
 
 
 def describe(args: RunArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[str]:
     """Yields what a person wants to read before the first step."""
     n_parameters = sum(p.numel() for p in model.parameters())
+    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     device = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
     sizes = ", ".join(f"{axis} {size}" for axis, size in zip(AXES, mesh.shape, strict=True))
     degree, n = dp_degree(mesh), dist.get_world_size()
     n_micro, rows = args.micro_steps(degree)
-    yield f"{args.name}: {n_parameters:,} parameters on {n} x {device} ({sizes})"
+    yield f"{args.name}: {parameters_text(n_parameters, n_trained)} on {n} x {device} ({sizes})"
     yield (
         f"a step is {counted(args.data.step_rows, 'row')} of {args.data.seq_len} tokens: "
         f"{counted(n_micro, 'micro-step')} of at most {counted(rows, 'row')} a rank, on "
@@ -115,6 +145,7 @@ def finish(run: Run) -> None:
             logger.info(error)
     run.report.event("stop", step, reason=reason)
     if reason == "done":  # last: a run that has it is finished
+        run.saver.wait()
         try:
             on_rank_0(partial(write_receipt, args.folder))
         except UserError as error:

@@ -11,6 +11,7 @@ import orjson
 from lingua.base.dump_dir import BASE_CONFIG, CONFIG
 from lingua.base.errors import UserError
 from lingua.base.files import file_size, read_bytes
+from lingua.checkpoint.starts import in_order
 from lingua.config.values import plain, read_file
 
 CONFIGS = (CONFIG, BASE_CONFIG)  # the resolved one exists once a run has started
@@ -50,8 +51,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def parse_lines(
     texts: Iterable[bytes], path: str, problems: list[str], numbered: bool = True
 ) -> Iterator[dict[str, Any]]:
-    """One by one, the lines of a .jsonl file that have a valid `step`, an int. Those left out are
-    added to `problems`, with their numbers if they are `numbered` from the start of the file."""
+    """One by one, the lines of a .jsonl file that have a valid `step`, an int, in the order of the
+    run's starts. Those left out are added to `problems`, with their numbers if they are `numbered`
+    from the start of the file."""
+    return in_order(_valid_lines(texts, path, problems, numbered))
+
+
+def _valid_lines(
+    texts: Iterable[bytes], path: str, problems: list[str], numbered: bool
+) -> Iterator[dict[str, Any]]:
     n = 0
     for number, text in enumerate(texts, 1):
         if text.strip():

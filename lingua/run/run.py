@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ from lingua.tokenizer.interface import Tokenizer
 
 if TYPE_CHECKING:
     from lingua.run.loop import ObjectiveLike
+    from lingua.tools.elastic.recheck import Recheck
     from lingua.tools.inference.benchmarks import Benchmarks
 
 ALL_FAIL_S = 10.0  # seconds between the ranks in which an error that all have is raised
@@ -57,13 +58,18 @@ class Run:
     saver: Saver
     steps: Iterator[list[MicroBatch]]  # micro-batches of this data-parallel rank, step by step
     benchmarks: "Benchmarks | None" = None  # with eval.tasks
+    base: frozenset[str] = frozenset()  # tensors of the model that are not saved (lingua.app.Built)
+    recheck: "Recheck | None" = None  # with distributed.check_every and several ranks
     objective: "ObjectiveLike" = field(init=False)
+    read_step: int = 0  # the step whose rows were read last
     batch: list[MicroBatch] = field(default_factory=list)  # this rank's rows of the newest step
     numbers: Means = field(default_factory=Means)  # of the newest step: what its objective measures
     loss: Tensor = field(init=False)  # of the newest step: parts of this data-parallel rank's share
     signals: list[str] = field(default_factory=list)  # stop signals that ended it, by name
     checked: bool = False  # whether an app's functions were seen to return what they must
     saved_at: float = field(default_factory=time.monotonic)  # end of the last save, or of the start
+    # around the update of a step; with replicas that of lingua.tools.elastic.survivors
+    updating: Callable[[NonFiniteGuard], AbstractContextManager[object]] = nullcontext
 
     @property
     def device(self) -> torch.device:
@@ -74,9 +80,10 @@ class Run:
         return to_device(t, self.device)
 
     def on_device(self, read: MicroBatch) -> MicroBatch:
-        """A micro-batch of the current step on the device, with the keys of its noise, if any."""
+        """A micro-batch of the current step, or of held-out text, on the device; of a step with the
+        keys of its noise, if any."""
         micro = read.to(self.device)
-        if self.args.model.dropout:
+        if self.args.noisy and not read.held_out:
             noise = key_of(self.args.seed, "noise", self.progress.step + 1)
             micro.noise = hash_bits(noise, micro.row_ids)
         return micro
@@ -106,8 +113,12 @@ class Run:
         whether ranks stop or save before it. `count` is that of the objective."""
         with self.report.waiting_for_data():
             batch = next(self.steps)
+        self.read_step = max(self.read_step, self.progress.step) + 1
+        for micro in batch:
+            micro.step = self.read_step
         if not self.checked:
-            check_array(count.__qualname__, count(batch[0]), "int64", (None,), on_host=True)
+            kinds, counts = "int64 or float64", count(batch[0])
+            check_array(count.__qualname__, counts, kinds, (None,), on_host=True)
         stopping = stop.signal is not None or self.saver.must_stop
         since_save_s = time.monotonic() - self.saved_at
         overdue = dist.get_rank() == 0 and self.args.checkpoint.overdue(since_save_s)
@@ -152,7 +163,7 @@ class Run:
                 yield
         except Exception as error:
             try:
-                if all_call("failed", ALL_FAIL_S):
+                if all_call("lingua/failed", ALL_FAIL_S):
                     reshard(self.model, interrupted=True)
                     self.save(None, final=True)
             finally:
@@ -161,19 +172,24 @@ class Run:
     def save(self, held_out: float | None, final: bool) -> None:
         """Save the completed step, and its held-out loss in nats per byte where it was measured. A
         `final` save is finished when this returns. Called by every rank."""
-        args, progress = self.args, self.progress
+        progress = self.progress
         with self.report.paused("save"):
             progress.trained_s = self.report.trained_s
-            rate = lr_at(progress.step, args.optim, args.steps)
-            state = TrainState(
-                progress,
-                tokens=progress.position * args.data.seq_len,
-                schedule={"step": progress.step, "lr": rate},
-                param_groups=settings_of(self.optimizer),
-                topology=list(self.mesh.shape),
-                data=self.fingerprints,
-                held_out=held_out,
-            )
-            tensors = tensors_of(self.model, self.optimizer)
-            self.saver.save(progress.step, tensors, asdict(state), to_yaml(args), final)
+            tensors = tensors_of(self.model, self.optimizer, without=self.base)
+            state = self.state(progress, held_out)
+            self.saver.save(progress.step, tensors, state, to_yaml(self.args), final)
         self.saved_at = time.monotonic()
+
+    def state(self, progress: Progress, held_out: float | None = None) -> dict[str, Any]:
+        """What is saved of a completed step besides tensors, as values of JSON."""
+        args = self.args
+        state = TrainState(
+            progress,
+            tokens=progress.position * args.data.seq_len,
+            schedule={"step": progress.step, "lr": lr_at(progress.step, args.optim, args.steps)},
+            param_groups=settings_of(self.optimizer),
+            topology=list(self.mesh.shape),
+            data=self.fingerprints,
+            held_out=held_out,
+        )
+        return asdict(state)

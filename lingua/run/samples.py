@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 def check_samples(run: Run) -> None:
-    """Generate one token before the first step, to warn early of a model that cannot generate.
-    Training continues then. Called by every rank."""
+    """Generate two tokens before the first step, to warn early of a model that cannot generate,
+    with a cache or without. Training continues then. Called by every rank."""
     try:
         for name in list(run.data.held_out)[:1]:
-            _continue(run, name, 1, max_tokens=1)
+            _continue(run, name, 1, max_tokens=2)
     except Exception as error:  # a fork's model may raise anything
         logger.warning(
             f"the model of {run.app.path} cannot generate, so the run will write no samples: "

@@ -5,8 +5,8 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,25 +19,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.app import App, Built, choose_app
-from lingua.base.dump_dir import CONFIG, FILES, FOLDERS
+from lingua.base.dump_dir import CONFIG, FILES, FOLDERS, SURVIVORS
 from lingua.base.errors import UserError, check_array, tool_needed_by
 from lingua.base.format import counted
 from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.folder import Checkpoint, check_run_id, published, write_run_id
 from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.saver import Saver
+from lingua.checkpoint.starts import last_start
 from lingua.checkpoint.state import Progress
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import flatten, resume_classes
 from lingua.config.values import read_files
 from lingua.data.args import n_grains
+from lingua.data.loader import Loader
 from lingua.data.rows import TOKENIZER, Data, OpenData
 from lingua.data.sources import TextData
 from lingua.model import Losses
 from lingua.model.attention import choose_attention
 from lingua.monitor.logger import init_logger
 from lingua.optim.optimizer import LoopOptimizer, build_optimizer
-from lingua.parallel.args import mesh_sizes
+from lingua.parallel.args import fitting, mesh_sizes
 from lingua.parallel.gradients import Sharded
 from lingua.parallel.heartbeat import Heartbeat
 from lingua.parallel.launch import detect_launch, pick_device, start
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
     from lingua.checkpoint.changes import Change
     from lingua.checkpoint.origin import Origin
     from lingua.checkpoint.saved import Saved
+    from lingua.run.run import Run
+    from lingua.tools.elastic.recheck import Recheck
     from lingua.tools.inference.benchmarks import Benchmarks
 
 logger = logging.getLogger(__name__)
@@ -66,7 +70,7 @@ class Checked:
     tokenizer: Tokenizer
     built: Built
     saved: "Saved | None"  # checkpoint to resume, if there is one
-    origin: "Origin | None"  # otherwise the tensors that a new run starts from, if it names some
+    origin: "Origin | None"  # the tensors that a new run starts from, or any reads its base from
     changes: "list[Change]"  # keys that differ from the checkpoint's
 
 
@@ -87,13 +91,19 @@ def start_run(app: App, args: RunArgs, stop: StopRequest, open_parts: ExitStack)
     launch = detect_launch()
     init_logger(None, launch.rank, app.path)
     device = pick_device(args.device, launch)
-    heart = Heartbeat()
+    heart, last = Heartbeat(), last_start(args.folder).number  # before ranks of this start meet
     mesh = start(device, launch, args.distributed, args.deterministic, args.folder, heart)
     on_rank_0(partial(check_dump_dir, args.folder))
     init_logger(args.folder, dist.get_rank(), app.path)
     saver = open_parts.enter_context(Saver(args.checkpoint_folder, args.checkpoint))
-    run_interruptibly(partial(saver.claim, args.folder), stop, "another run had its folder")
-    checked = check_run(app, args, mesh.shape, device.type)
+    run_interruptibly(partial(saver.claim, args.folder, last), stop, "another run had its folder")
+    saver.number = on_rank_0(lambda: saver.start.number)
+    if on_rank_0(lambda: any(saver.root.glob(f"{SURVIVORS}-*"))):
+        with tool_needed_by("what ranks have saved after the death of another"):
+            from lingua.tools.elastic.survivors import publish_survivors
+
+        publish_survivors(saver, args)
+    checked = check_run(app, args, mesh.shape, device.type, saver.start.shards)
     on_rank_0(partial(write_run_id, args.checkpoint_folder, args.folder))
     return Started(mesh, device, saver, checked, heart)
 
@@ -143,6 +153,8 @@ def open_data(
 
         check_opened(opened, args.data)
     fingerprints = {**opened.fingerprints, TOKENIZER: tokenizer.fingerprint()}
+    if checked.origin is not None:
+        fingerprints |= checked.origin.fingerprints(checked.built.base)
     changes = checked.changes
     if checked.saved is not None:
         from lingua.checkpoint.changes import check_data  # imported for a run that resumes
@@ -178,6 +190,29 @@ def add_in_order(model: nn.Module, args: RunArgs, mesh: DeviceMesh) -> None:
     model.gradient_sums = GradientSums(model, mesh, n, args.distributed.dtype)
 
 
+def make_recheck(run: "Run", loader: Loader) -> "Recheck | None":
+    """What compares gradients of ranks, with `distributed.check_every` and several of them."""
+    if run.args.distributed.check_every is None:
+        return None
+    with tool_needed_by("distributed.check_every"):
+        from lingua.tools.elastic.recheck import Recheck
+    return Recheck.of(run, loader)
+
+
+def surviving(run: "Run") -> AbstractContextManager[None]:
+    """Around the steps of a run: its replicas save a copy of it when a rank dies. Without the tool
+    for that, the next start resumes from the last checkpoint."""
+    if run.mesh.shape[0] == 1:
+        return nullcontext()
+    try:
+        with tool_needed_by("saving a copy of the run when a rank dies"):
+            from lingua.tools.elastic.survivors import save_when_one_dies
+    except UserError as error:
+        logger.info(error)
+        return nullcontext()
+    return save_when_one_dies(run)
+
+
 def load_benchmarks(args: RunArgs) -> "Benchmarks | None":
     """The tasks of `eval` with their data, if the run has some. Raises UserError."""
     if args.eval is None:
@@ -198,16 +233,19 @@ def restore(
 ) -> Progress:
     """Load what the run starts from into its model and optimizer, if anything; returns where it
     continues. `changes` are logged. Called by every rank."""
-    saved, origin = checked.saved, checked.origin
+    saved, origin, base = checked.saved, checked.origin, checked.built.base
     if saved is not None:
         from lingua.checkpoint.changes import log_resume
         from lingua.checkpoint.source import open_checkpoint
 
-        open_checkpoint(saved.checkpoint).load(tensors_of(model, optimizer))
+        if origin is not None:
+            origin.load_base(model, base)
+        open_checkpoint(saved.checkpoint).load(tensors_of(model, optimizer, without=base))
         log_resume(saved, changes, mesh.shape)
         return saved.progress
     if origin is not None:
-        return origin.load_into(model, optimizer, changes, args.data.step_rows)
+        new = args.checkpoint.init_new
+        return origin.load_into(model, optimizer, changes, args.data.step_rows, new, base)
     return Progress()
 
 
@@ -222,18 +260,22 @@ def check(argv: list[str], world_size: int) -> tuple[RunArgs, list[str]]:
     args, notices = load_run(app, argv, files=files)
     resolved = deepcopy(args)
     resolved.checkpoint.verify = "size"  # the run itself compares checksums
+    n = fitting(args.distributed, world_size) if args.distributed.spare else world_size
     with one_process():
         device = "cpu" if args.device == "cpu" else "cuda"  # on the machine that runs it
-        check_run(app, resolved, mesh_sizes(args.distributed, world_size), device)
+        check_run(app, resolved, mesh_sizes(args.distributed, n or world_size), device)
     args.app = app.path
     return args, notices
 
 
-def check_run(app: App, args: RunArgs, sizes: tuple[int, ...], device: str) -> Checked:
+def check_run(
+    app: App, args: RunArgs, sizes: tuple[int, ...], device: str, prepared: Collection[str] = ()
+) -> Checked:
     """Everything that can be found wrong before a run trains. Called by every rank.
 
     Fills in what `args` leaves open: the global batch size, the vocabulary, the dump dir. `sizes`
-    are those of the mesh, (dp_replicate, dp_shard, tp), and `device` is the type of its devices.
+    are those of the mesh, (dp_replicate, dp_shard, tp), and `device` is the type of its devices;
+    `prepared` is for TextData, on rank 0.
     Raises UserError where the run cannot start like this.
     """
     if args.app not in (None, app.path):
@@ -241,7 +283,7 @@ def check_run(app: App, args: RunArgs, sizes: tuple[int, ...], device: str) -> C
     replicas, shards, tp = sizes
     args.app = app.path
     args.dump_dir = str(args.folder)
-    data: Data = app.data or TextData()
+    data: Data = app.data or TextData(prepared)
     tokenizer = build_tokenizer(args.data.tokenizer)
     found, previous_rows = on_rank_0(partial(look, args, data, tokenizer))
     classes, allowed = resume_classes(type(args)), args.checkpoint.allow_change
@@ -262,6 +304,13 @@ def check_run(app: App, args: RunArgs, sizes: tuple[int, ...], device: str) -> C
     built = app.build(args)
     check_forward(built.module, args)
     check_layout(built.module, built.plan, tp)
+    if built.base:
+        from lingua.checkpoint.origin import find_base  # imported where there is one
+
+        origin = origin or find_base(args.checkpoint, saved, app)
+        args.checkpoint.init_from = str(origin.source.path)  # a run may have newer checkpoints
+    elif saved is not None and args.checkpoint.init_from is not None:
+        logger.info(f"{args.checkpoint.init_from} is not read: this run has checkpoints of its own")
     if args.distributed.float8 is not None:
         from lingua.parallel.float8 import check_float8
 
@@ -307,8 +356,6 @@ def find_start(
         from lingua.checkpoint.saved import newest, read_saved  # imported for a run that resumes
 
         resumed = newest(list(map(Checkpoint.of_json, found)), args.verify, logger.warning)
-        if args.init_from is not None:
-            logger.info(f"{args.init_from} is not read: this run has checkpoints of its own")
         return read_saved(resumed, keys), None
     if args.init_from is None:
         return None, None
@@ -359,14 +406,12 @@ def resolve_attention(args: RunArgs, device: str) -> tuple[str, str]:
 
 def check_forward(model: nn.Module, args: RunArgs) -> None:
     """Raise UserError where the config asks for an argument that the model's forward lacks."""
-    mask, dropout = args.data.document_mask, args.model.dropout
-    asked = (("data.document_mask", mask, "none", "documents"),
-             ("model.dropout", dropout, 0.0, "noise"))  # fmt: skip
-    for key, value, off, argument in asked:
+    asked = {"documents": ("data.document_mask", "none"), "noise": (args.noisy, 0.0)}
+    for argument, (key, off) in asked.items():
         try:
             inspect.signature(model.forward).bind(None, None, **{argument: None})
         except TypeError:
-            if value != off:
+            if key is not None and (value := flatten(args)[key]) != off:
                 need = f"must be {off}, since the forward of this model does not take {argument}"
                 raise UserError(f"{key} = {value}: {need}") from None
 

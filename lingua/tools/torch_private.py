@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem as dcp_files
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
@@ -15,12 +16,15 @@ from lingua.parallel.torch_private import OpOverload, TorchDispatchMode
 
 # The kernels of attention that CUDA and the CPU take, for a plan, whose tensors are on neither.
 flash_attention: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention.default
+efficient_attention: OpOverload = torch.ops.aten._scaled_dot_product_efficient_attention.default
 cpu_attention: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 READ_NUMBER: OpOverload = torch.ops.aten._local_scalar_dense.default  # Tensor.item()
 # Adds a product to `out`, unrounded. On the meta device torch 2.11 takes the dtype for `beta`.
 ADD_PRODUCT: OpOverload = torch.ops.aten.addmm.dtype_out
 # Returns its argument, but on the meta device another tensor.
 WAIT_TENSOR: OpOverload = torch.ops._c10d_functional.wait_tensor.default
+# Where a tensor is in a file of DCP, as its metadata has it.
+StorageInfo = dcp_files._StorageInfo
 
 
 class OperatorMode(TorchDispatchMode):

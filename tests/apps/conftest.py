@@ -102,6 +102,26 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
+def based(runs: Runs) -> dict[str, Any]:
+    """Settings of a run that changes the model of another run, whose layers it has."""
+    base = runs.train((1, 1, 1), {"seed": 7, "stop_at": 4}).dump_dir
+    new = "[layers.*.attention.*.down, layers.*.attention.*.up]"
+    return {"checkpoint.init_from": base, "checkpoint.init_new": new}
+
+
+@pytest.fixture(scope="session")
+def based_alone(based: dict[str, Any]) -> dict[str, Any]:
+    return {"checkpoint.init_from": based["checkpoint.init_from"]}
+
+
+@pytest.fixture(scope="session")
 def taught(runs: Runs) -> dict[str, Any]:
     """Settings of a run that learns from another run, with another seed."""
     return {"teacher": runs.train((1, 1, 1), {"seed": 7, "stop_at": 4}).dump_dir}
+
+
+@pytest.fixture(scope="session")
+def talk_based(runs: Runs, talk: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a run on conversations that changes the model of another."""
+    base = runs.train((1, 1, 1), talk | {"seed": 7, "stop_at": 4}, app=sft).dump_dir
+    return talk | {"checkpoint.init_from": base}

@@ -176,6 +176,7 @@ class TwistedObjective:
         run.data = dataclasses.replace(run.data, rows=run.data.rows.untwisted)
         self.twist, self.run, self.objective = twist, run, objective(run)
         self.measure, self.count = self.objective.measure, self.objective.count
+        self.try_measuring = self.objective.try_measuring
         if twist.lose_moments and run.progress.step:
             for t in moments_of(run.optimizer):
                 t.zero_()
@@ -332,6 +333,8 @@ def state_of(run: Run) -> dict[str, Any]:
     settings of each parameter, and the progress."""
     tensors = {f"model.{canonical_name(n)}": t for n, t in run.model.named_parameters()}
     tensors |= {f"model.{name}": t for name, t in run.model.named_buffers()}
+    if run.app.merges_into:  # of a model with adapters these alone
+        tensors = {n: t for n, t in tensors.items() if n.endswith((".down", ".up"))}
     groups = {}
     whole_state = isinstance(getattr(run.optimizer, "inner", None), WholeOptimizer)
     for group in run.optimizer.param_groups:

@@ -57,6 +57,7 @@ def test_what_does_not_fit_is_not_run_and_an_unknown_part_is_refused(tmp_path: P
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_every_part_is_right_on_a_cpu_beside_a_clone_that_the_user_names(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     clone.mkdir()

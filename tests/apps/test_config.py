@@ -119,7 +119,7 @@ def test_our_configs_leave_nothing_to_the_number_of_ranks_and_survive_a_round_tr
     ranks = tmp_path / "tokenizer.model"
     ranks.write_text("YQ== 0\n")
     words = [f"config={path}"]
-    if "debug" not in path or path.startswith(("apps/sft", "apps/dpo")):
+    if "debug" not in path or path.startswith(("apps/sft", "apps/dpo", "apps/lora")):
         words += [f"data.tokenizer.path={ranks}"]
     cls = choose_app(words).config
     args, notices = load(cls, words, meta_lingua)

@@ -3,11 +3,13 @@
 A feature is a line of FEATURES. Its run is stopped on one mesh and goes on on another, with other
 micro-batches. What that run restores, the rows that it reads, and its losses, gradient norms,
 weights and measurements are those of one process that never stopped; with each of FAULTS they are
-not. In PAIRS each mesh goes on from what each other saved.
+not, of which a feature has one in the soak tests, in turn. In PAIRS each mesh goes on from what
+each other saved.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -17,6 +19,9 @@ from torch.optim import Optimizer
 
 from apps.dpo import app as dpo
 from apps.fastrnn import app as fastrnn
+from apps.lora import app as adapters
+from apps.lora.dpo import app as adapters_dpo
+from apps.lora.sft import app as adapters_sft
 from apps.main import app as main
 from apps.mamba import app as mamba
 from apps.mtp import app as mtp
@@ -30,8 +35,12 @@ from tests.apps.plain import build_plain, build_split
 from tests.apps.runs import GLOBAL_BATCH, Outcome, Twist, digests, relative
 from tests.forks import (
     adafactor,
+    curriculum,
     distillation,
+    frozen,
+    latent,
     looped,
+    lora,
     mingru,
     modular,
     moe,
@@ -60,8 +69,22 @@ class Feature:
     other: dict[str, Any] = field(default_factory=dict)
     build: Build | None = None
     reads: str | None = None  # the fixture that gives the settings of its data
-    controlled: bool = False  # whether it is tried with the faults too
+    faults: tuple[str, ...] = ()  # with which it is tried too
     rounding: float = 1  # times the tolerance of what is computed from the restored state and rows
+
+
+@dataclass(frozen=True)
+class Fault:
+    twist: Twist
+    seen: set[str]  # the differences that it must make
+    sizes: Sizes = ONE
+
+
+FAULTS = {
+    "rows shifted by one": Fault(Twist(shift=1), {"rows", "loss"}),
+    "moments lost": Fault(Twist(lose_moments=True), {"restored", "loss", "weights"}),
+    "a wrong divisor": Fault(Twist(own_divisor=True), {"loss", "grad_norm"}, SHARDS),
+}
 
 
 def run_model(run: Run) -> None:
@@ -80,6 +103,8 @@ HEADS = {"data.n_views": 3, "model.n_layers": 3, "model.head_layers": 2}  # of t
 ADDITION = {"data.sources": "{}", "data.seq_len": 4}
 SCALES = "{tok_embeddings: 3, layers.*.attention.value_embedding: 0.5, layers.1.*.w*: 2}"
 LOOPED = {"model.dropout": 0.1, CHECKPOINTING: "full", "optim.lr_scale": SCALES}
+ADAPTERS = {"lora.rank": 3, "lora.dropout": 0.1, CHECKPOINTING: "full"}
+LATENT = {"data.document_mask": "ignore", "optim.epsilon": 1e-5}
 CELL = {"model.n_kv_heads": "null", "model.dropout": 0.1}
 STATES = {"model.layers": "[mamba, attention]", "data.document_mask": "ignore"}
 STATES |= {"model.mamba": "{expand: 2, head_dim: 11, state_dim: 5, n_groups: 2}"}
@@ -105,6 +130,13 @@ FEATURES = {
     "pairs without a reference": Feature(SHARDS, TP, {}, simpo.app, reads="pairs"),
     "another task": Feature(TP, SHARDS, ADDITION, modular.app),
     "a teacher": Feature(REPLICAS, TP, {}, distillation.app, reads="taught"),
+    "a curriculum": Feature(SHARDS, TP, {}, curriculum.app),
+    "changes of a frozen model": Feature(SHARDS, TP, {}, lora.app, reads="based"),
+    "adapters": Feature(SHARDS, TP, ADAPTERS, adapters, reads="based_alone"),
+    "adapters on conversations": Feature(TP, SHARDS, ADAPTERS, adapters_sft, reads="talk_based"),
+    "adapters on pairs": Feature(TP, REPLICAS, ADAPTERS, adapters_dpo, reads="pairs"),
+    "a model that is partly frozen": Feature(TP, SHARDS, {}, frozen.app),
+    "latent attention": Feature(SHARDS, TP, LATENT, latent.app),
     "another block": Feature(TP, SHARDS, {}, mingru.app),
     "recurrences": Feature(TP, SHARDS, CELL | {"data.document_mask": "ignore"}, fastrnn),
     "state spaces": Feature(REPLICAS, TP, STATES, mamba, other={CHECKPOINTING: "selective"}),
@@ -128,14 +160,18 @@ FEATURES = {
 FLOAT8 = {"distributed.float8": "tensorwise", "model.dim": 64, "model.head_dim": 16}
 FLOAT8 |= {"model.n_kv_heads": 2, "model.ffn_dim_multiplier": 1, "model.multiple_of": 32}
 COMPILED = {COMPILE: True, CHECKPOINTING: "selective"}
-four = {"stopped": FOUR[0], "resumed": FOUR[1], "controlled": True}
-SOAK = {name: replace(feature, **four) for name, feature in FEATURES.items()}
+four = {"stopped": FOUR[0], "resumed": FOUR[1]}
+SOAK = {
+    name: replace(feature, **four, faults=(fault,))
+    for (name, feature), fault in zip(FEATURES.items(), cycle(FAULTS))
+}
 CONTROLLED = ("dropout", "muon", "conversations", "rows made by code")
-FEATURES |= {name: replace(FEATURES[name], controlled=True) for name in CONTROLLED}
+FEATURES |= {name: replace(FEATURES[name], faults=tuple(FAULTS)) for name in CONTROLLED}
 for name in (
     "a speedrun", "another block", "an optimizer of torch on DTensors", "experts", "a teacher",
     "row and column statistics", "a probe that runs the model", "a probe", "another task",
     "pairs without a reference", "blocks that run twice", "Kronecker factors",
+    "a model that is partly frozen", "adapters on conversations",
 ):  # fmt: skip
     del FEATURES[name]  # for time
 SOAK |= {c: Feature(SHARDS, TP, CELL | {"model.cell": c}, fastrnn) for c in ("mingru", "minlstm")}
@@ -143,8 +179,6 @@ SOAK["products in float8"] = Feature(SHARDS, TP, FLOAT8, rounding=3000)
 NOISE_AND_MASKS = {"model.dropout": 0.1, "data.document_mask": "ignore"}
 SOAK["compiled"] = Feature(TP, (1, 2, 2), NOISE_AND_MASKS, other=COMPILED)
 SOAK["compiled, keeping all"] = Feature(SHARDS, REPLICAS, other={COMPILE: True})
-KEPT_NOTHING = {COMPILE: True, CHECKPOINTING: "full"}
-SOAK["compiled, keeping nothing"] = Feature(TP, (1, 2, 2), other=KEPT_NOTHING)
 SOAK["compiled blocks that run twice"] = Feature(REPLICAS, TP, LOOPED, looped.app, other=COMPILED)
 
 
@@ -170,18 +204,6 @@ FEATURES |= {f"{name_of(a)} to {name_of(b)}": pair(a, b) for a, b in DEFAULT}
 SOAK |= {f"{name_of(a)} to {name_of(b)}": pair(a, b) for a, b in PAIRS if (a, b) not in DEFAULT}
 
 
-@dataclass(frozen=True)
-class Fault:
-    twist: Twist
-    seen: set[str]  # the differences that it must make
-    sizes: Sizes = ONE
-
-
-FAULTS = {
-    "rows shifted by one": Fault(Twist(shift=1), {"rows", "loss"}),
-    "moments lost": Fault(Twist(lose_moments=True), {"restored", "loss", "weights"}),
-    "a wrong divisor": Fault(Twist(own_divisor=True), {"loss", "grad_norm"}, SHARDS),
-}
 # How far, relative, two runs that are the same one may be from each other.
 TOLERANCES = {"rows": 0, "lr": 0, "restored": 0, "loss": 1e-5, "grad_norm": 1e-5, "weights": 1e-5}
 TOLERANCES |= {"measured": 1e-4}
@@ -223,19 +245,35 @@ def case(name: str, feature: Feature, *marks: pytest.MarkDecorator) -> Any:
     return pytest.param(feature, id=name, marks=marks)
 
 
+@pytest.fixture(scope="module")
+def once(runs):
+    """`runs.train` of a mesh, settings and app, of which several features need the same run."""
+    made: dict[str, Outcome] = {}
+
+    def train(sizes: Sizes, settings: dict[str, Any], app: App) -> Outcome:
+        key = repr((sizes, sorted(settings.items()), app))
+        if key not in made:
+            made[key] = runs.train(sizes, settings, app=app)
+        return made[key]
+
+    return train
+
+
 @pytest.mark.parametrize(
     "feature",
     [case(name, feature) for name, feature in FEATURES.items()]
     + [case(f"{name}, soak", f, pytest.mark.soak) for name, f in SOAK.items()],
 )
-def test_a_run_resumed_on_another_mesh_is_that_of_one_process(runs, tmp_path, request, feature):
+def test_a_run_resumed_on_another_mesh_is_that_of_one_process(
+    runs, once, tmp_path, request, feature
+):
     settings = {"stop_at": END, "validation.every": END} | feature.settings
     if feature.reads:
         settings |= request.getfixturevalue(feature.reads)
     first = settings | on_its_own(feature.stopped) | {"stop_at": K}
-    stopped = runs.train(feature.stopped, first, app=feature.app)
+    stopped = once(feature.stopped, first, feature.app)
     settings |= feature.edited
-    alone = runs.train(ONE, settings, app=feature.app)
+    alone = once(ONE, settings, feature.app)
     assert stopped.weights == alone.weights
     state = stopped.state(K)
     assert state["schedule"] == {"step": K, "lr": alone.lines[K]["lr"]}
@@ -255,7 +293,8 @@ def test_a_run_resumed_on_another_mesh_is_that_of_one_process(runs, tmp_path, re
 
     right = resume("right", feature.resumed, Twist(), feature.other, feature.build)
     assert beyond(right, margin=feature.rounding) == set()
-    for name, fault in FAULTS.items() if feature.controlled else ():
+    for name in feature.faults:
+        fault = FAULTS[name]
         found = beyond(resume(name, fault.sizes, fault.twist, {}, None), margin=10)
         assert fault.seen <= found, name
         assert found & {"rows", "restored"} == fault.seen & {"rows", "restored"}, name

@@ -25,6 +25,7 @@ from tests.apps import test_generate
 from tests.apps.meshes import mesh
 from tests.apps.runs import TOLERANCES, Outcome, arguments, differs, digest, digests, opened, whole
 from tests.checkpoint.test_checkpoint_load import Evil
+from tests.forks import lora
 from tests.lingua_checkpoint import DIM, STEP, TOKENS, LMTransformer
 from tests.mistakes import refused
 from tests.model.test_generation import step_by_step
@@ -78,6 +79,35 @@ def test_the_model_of_another_run_begins_a_new_one_on_any_topology(runs, stopped
     table = [line.split()[1:] for line in run.log.splitlines()]
     assert ["data.seq_len", "16", "8", "announced"] in table
     assert not any(row[:1] == ["optim.lr"] for row in table)  # nothing of it is taken
+
+
+def test_what_the_source_lacks_may_be_new_where_it_is_named(runs, stopped):
+    """The rest is the source's, what is new that of a run that begins with nothing, on any mesh."""
+    new = {"checkpoint.init_new": "[layers.*.attention.*.down, layers.1, layers.0.attention.*.up]"}
+    settings = {"stop_at": 1, "lora.targets": "['layers.*.attention.w[qo]']"}
+    fresh = runs.train((1, 1, 1), settings, app=lora.app).weights
+    begun = settings | start(stopped.dump_dir)
+    run = runs.train((1, 1, 2), begun | new, app=lora.app, look=True)
+    tensors = {f"model.{name}": value for name, value in fresh.items()}
+    added = {name for name in tensors if name.endswith((".down", ".up"))}
+    assert len(added) == 8
+    tensors |= digests(without("optim.", stopped.tensors(K)))
+    assert only("model.", run.restored["tensors"]) == tensors
+    n = sum(run.tensors(1)[name].numel() for name in added)
+    assert f"checkpoint.init_new: initial values for 8 parameters of {n:,} elements: la" in run.log
+    same = runs.train((1, 1, 1), begun | new, app=lora.app)
+    assert differs(run, same) == []
+
+    def error(*patterns: str) -> str:
+        named = {"checkpoint.init_new": f"[{', '.join(patterns)}]"} if patterns else {}
+        return runs.train((1, 1, 1), begun | named, app=lora.app, refused=True).error
+
+    for given in ((), ("layers.*.attention.*.up",)):
+        assert "layers.0.attention.wo.down: (2, 24) here, not in the checkpoint" in error(*given)
+    nearest = 'no module that has one (did you mean "layers.0.attention.wq.down"?)'
+    assert nearest in error("layers.0.attention.wq.dwn")
+    assert "init_new" in runs.train((1, 1, 1), new, refused=True).error
+    assert "init_new" in runs.train((1, 1, 1), new | begun | EVERYTHING, refused=True).error
 
 
 def test_a_branch_goes_on_in_its_own_folder(runs, stopped, through, tmp_path):

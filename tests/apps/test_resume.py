@@ -149,10 +149,11 @@ def test_a_finished_run_says_so_and_can_be_extended(runs):
     assert all(sample["prompt"] and sample["text"] for sample in run.samples)
     assert f"the newest checkpoint is {run.checkpoint(3)}" in run.log
     lines, files = run.lines, sorted(run.dump_dir.rglob("*"))
+    start = run.dump_dir / "starts" / "000002"
 
     again = runs.train((2, 1, 1), short, dump_dir=run.dump_dir)
     assert f"the run is finished: {run.checkpoint(3)} is step 3 of 3" in again.log
-    assert again.lines == lines and sorted(run.dump_dir.rglob("*")) == files
+    assert again.lines == lines and sorted(run.dump_dir.rglob("*")) == sorted([*files, start])
 
     longer = runs.train((1, 1, 1), short | {"steps": 5}, dump_dir=run.dump_dir)
     assert longer.column("step") == [1, 2, 3, 4, 5]
@@ -176,6 +177,9 @@ def test_a_damaged_checkpoint_is_skipped_with_a_line_and_lines_are_cut_back(runs
     assert f"resuming {run.checkpoint(4)} (step 4)" in run.log
     [line] = [line for line in run.log.splitlines() if f"{newest} is " in line]
     assert "is not a whole checkpoint (__1_0.distcp has 100 bytes" in line
+    start = [event for event in run.events if event["event"] == "start"][-1]
+    assert (start["cause"], start["steps_again"], start["start_number"]) == ("stop_at", 2, 2)
+    assert "start 2: 2 steps to do again; before: stop_at" in run.log
     assert run.column("step") == list(range(1, END + 1))
     assert differs(run, through) == []
 

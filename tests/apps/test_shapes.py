@@ -88,11 +88,11 @@ WRONG: dict[str, tuple[App, list[str]]] = {
     ),
     "a count": (
         with_objective(count=lambda self, micro: (micro.targets >= 0).sum()),
-        ["int64 []", "must be int64 [any] on the CPU"],
+        ["int64 []", "must be int64 or float64 [any] on the CPU"],
     ),
     "counts": (
         with_objective(count=lambda self, micro: (micro.targets >= 0).float().sum((1, 2))),
-        ["float32 [1] on cpu", "must be int64 [any] on the CPU"],
+        ["float32 [1] on cpu", "must be int64 or float64 [any] on the CPU"],
     ),
     "fields": (
         with_objective(fields=lambda self, micro: {"a": torch.ones(3)}),

@@ -83,7 +83,7 @@ def save_requeued_here(root: Path) -> None:
     """As a job of Slurm that was requeued."""
     mesh = join()
     with (
-        mock.patch.dict(os.environ, SLURM_RESTART_COUNT="1"),
+        mock.patch.dict(os.environ, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1"),
         Saver(root, CheckpointArgs()) as saver,
     ):
         on_rank_0(lambda: saver.claim(root.parent))
@@ -99,7 +99,9 @@ def test_a_run_of_a_requeued_job_waits_for_the_one_before(ranks, tmp_path):
         threading.Timer(1, process.kill).start()
         ranks.run(2, save_requeued_here, root)
         assert 1 < time.monotonic() - begin < 35
-    assert os.listdir(tmp_path) == ["checkpoints"] and os.listdir(root) == ["0000000001"]
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "starts"] and os.listdir(root) == [
+        "0000000001"
+    ]
 
 
 def lose_here(root: Path, after: str, settings: dict[str, Any]) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,6 +27,7 @@ from tests.data.prepared import (
     train_tokens,
     write_jsonl,
 )
+from tests.mistakes import refused
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(60)]
 
@@ -202,6 +204,26 @@ def test_a_source_of_too_few_documents_is_named_with_how_many_it_takes(tmp_path,
     assert TextData().open(args, tokenizer).held_out == {}
     said = "no document of a is held out, so its loss is not measured: shards built of 10 different"
     assert said in caplog.text and "validation.sources" in caplog.text
+
+
+def test_text_that_the_start_before_has_prepared_is_not_looked_for(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:500])
+    data = make_args(tmp_path, seq_len=32, global_batch_size=4)
+    args = SimpleNamespace(data=data, seed=1, validation=ValidationArgs())
+    tokenizer, lines = build_tokenizer(data.tokenizer), []
+    TextData().prepare(args, tokenizer, lines.append)
+    folders = TextData().folders(args, tokenizer).values()
+    (tmp_path / "a.jsonl").unlink()
+    for unknown in ((), ["elsewhere"]):
+        refused(lambda known=unknown: TextData(known).check(args, tokenizer), "data.sources.a")
+    text = TextData(folders)
+    text.check(args, tokenizer)
+    text.prepare(args, tokenizer, lines.append)
+    assert "its text was not looked at" in lines[-1]
+    assert text.open(args, tokenizer).fingerprints.keys() == {"data.content.a"}
+    for folder in folders:
+        shutil.rmtree(folder)
+    refused(lambda: TextData(folders).check(args, tokenizer), "data.sources.a")
 
 
 def test_shards_of_an_earlier_version_that_hold_out_nothing_keep_their_rows(tmp_path, monkeypatch):

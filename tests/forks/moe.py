@@ -78,6 +78,7 @@ def build(args: Any) -> Built:
             output_layouts=(Replicate(), None),
             desired_output_layouts=(Shard(1), None),
         ),
+        "w[123]": None,
         "experts.*.w[13]": parallel.ColwiseParallel(use_local_output=False),
         "experts.*.w2": parallel.RowwiseParallel(output_layouts=Replicate()),
     }

@@ -38,9 +38,11 @@ def test_frequencies_are_those_of_transformers_scaled_as_in_llama_3_too():
     scaling = RopeScaling(factor=32.0, original_seq_len=8192)
     args = TransformerArgs(dim=2048, n_heads=32, rope_theta=500000.0, rope_scaling=scaling)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
-    torch.testing.assert_close(rotary_frequencies(args, CPU), scaled, rtol=2e-7, atol=0)
+    found = rotary_frequencies(args, CPU, args.heads()[2])
+    torch.testing.assert_close(found, scaled, rtol=2e-7, atol=0)
     plain, _ = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
-    assert torch.equal(rotary_frequencies(replace(args, rope_scaling=None), CPU), plain)
+    unscaled = rotary_frequencies(replace(args, rope_scaling=None), CPU, args.heads()[2])
+    assert torch.equal(unscaled, plain)
     ratio = scaled / plain
     assert (ratio == 1).any() and (ratio == 1 / 32).any() and ((ratio < 1) & (ratio > 0.04)).any()
 
@@ -70,7 +72,8 @@ def test_norm_and_rotation_and_their_gradients_are_those_of_float64(dtype, close
     upstream, ctx = torch.randn(2, 50, 4, 8), Context(SMALL, torch.arange(50)[None])
 
     wide, weight = (t.detach().double().requires_grad_() for t in (x, norm.weight))
-    angle = torch.outer(torch.arange(50.0), rotary_frequencies(SMALL, CPU)).double()
+    frequencies = rotary_frequencies(SMALL, CPU, SMALL.heads()[2])
+    angle = torch.outer(torch.arange(50.0), frequencies).double()
     turn = torch.polar(torch.ones_like(angle), angle)[:, None]
     scaled = wide / (wide.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight
     expected = torch.view_as_real(torch.view_as_complex(scaled.view(2, 50, 4, 4, 2)) * turn)

@@ -110,12 +110,12 @@ def test_the_links_that_are_left_after_cutting_back_are_those_of_a_file_that_was
     longer, path = tmp_path / "longer", tmp_path / "path"
     write(longer, Chain(), [*first, look, failed])
     chain = write(path, Chain(), [*first, failed])
-    assert cut_back(longer, 2) == cut_back(path, 2) == chain
+    assert cut_back(longer, 2).chain == cut_back(path, 2).chain == chain
     assert chain.lines and chain.events and chain.link(look) is None
     others = [dict(line) for line in first]
     others[1]["loss"] = 3.5  # in a line before the event
     assert write(tmp_path / "other", Chain(), [*others, failed]).events != chain.events
-    assert cut_back(path, 0).lines == "" != cut_back(path, 0).events
+    assert cut_back(path, 0).chain.lines == "" != cut_back(path, 0).chain.events
 
 
 def test_peaks_are_of_the_very_device_or_not_known():

@@ -224,6 +224,27 @@ def test_a_torchrun_whose_restarts_would_not_meet_is_refused():
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("restarts", ["3", "0"])
+def test_torchrun_does_not_wait_for_a_rank_that_still_starts(restarts):
+    """It sends SIGTERM to start all again, with others. Without restarts a user has sent it."""
+    program = """
+import time
+from lingua.parallel.signals import StopRequest
+with StopRequest("stopping before the next step") as stop:
+    print("starts", flush=True)
+    time.sleep(3)
+"""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": restarts}
+    command, env = [*python(), "-c", program], os.environ | place
+    with subprocess.Popen(command, env=env, stdout=-1, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "starts\n"
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(20)
+    left_at_once = time.monotonic() - begin < 2
+    assert (code, left_at_once) == ((143, True) if restarts == "3" else (0, False))
+
+
 MISTAKEN = """
 import os, time
 from lingua.base.errors import UserError

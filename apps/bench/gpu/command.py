@@ -66,12 +66,13 @@ class GpuArgs:
 
 class Part(NamedTuple):
     about: str
-    limit_s: int  # it is ended then
+    limit_s: int  # on a GPU; it is ended then
     measure: Callable[[Setting], str]  # returns its line of the table
     timed: bool = True  # it has the device for itself
 
 
 LEAST_S = 30.0  # with less time left no part is begun
+CPU_LIMITS = 5  # times as long as on a GPU: two cores that others slow down are no fault of a part
 PARTS = {  # by value
     "machine": Part("products, copies, disk", 60, speed.machine),
     "recurrences": Part("numbers of scans", 100, numbers.recurrences, False),
@@ -133,6 +134,7 @@ def measure(s: Setting, names: list[str], words: list[str], minutes: float) -> i
     at_once = [name for name in names if s.device.type == "cuda" and not PARTS[name].timed]
     groups = [*([at_once] if at_once else []), *([name] for name in names if name not in at_once)]
     processes = dict[str, subprocess.Popen[bytes]]()
+    times = 1 if s.device.type == "cuda" else CPU_LIMITS
     with (out / "log").open("w", encoding="utf-8") as log:
         try:
             for group in groups:
@@ -140,7 +142,7 @@ def measure(s: Setting, names: list[str], words: list[str], minutes: float) -> i
                 for name in group if end - begin > LEAST_S else ():
                     processes[name] = start(name, s, words)
                 for name in group:
-                    deadline = min(begin + PARTS[name].limit_s, end)
+                    deadline = min(begin + times * PARTS[name].limit_s, end)
                     row = finish(name, processes.get(name), deadline, s.work / f"{name}.log")
                     processes.pop(name, None)
                     print(f"\n== {name}\n{row.pop('output')}", file=log, flush=True)

@@ -13,7 +13,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from lingua.app import App, choose_app
@@ -46,6 +45,9 @@ OFF: dict[str, Any] = {
     "checkpoint.async_save": "false",
     "checkpoint.on_error": "stop",
     "device": "auto",
+    "distributed.check_every": "null",
+    "distributed.gpu": "null",
+    "distributed.spare": "false",
     "eval": "null",
     "logging.wandb": "null",
     "profiling.run": "false",
@@ -196,21 +198,6 @@ def mesh_keys(part: Part) -> dict[str, Any]:
     if prod(part.topology) == detect_launch().world_size:
         return dict(zip(names, part.topology, strict=False))
     return dict(zip(names, (1, "null", 1), strict=True)) | {"grad_acc_steps": "null"}
-
-
-def check_memory(saved: Path, n_local: int) -> None:
-    """Raise UserError where the tensors of a checkpoint and gradients for its model cannot be in
-    the memory of one rank, of `n_local` on this machine."""
-    tensors = open_saved(saved).tensors
-    model = sum(t.nbytes for name, t in tensors.items() if name.startswith("model."))
-    need = sum(t.nbytes for t in tensors.values()) + model
-    if torch.cuda.is_available():
-        has = torch.cuda.get_device_properties(0).total_memory
-    else:
-        has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // n_local
-    if need > has:
-        gib = f"{need / 2**30:.1f} GiB of tensors and gradients, a rank here has {has / 2**30:.1f}"
-        raise UserError(f"ranks = all: one rank cannot hold this model: {gib}")
 
 
 def open_saved(path: Path) -> TensorSource:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from lingua.config.schema import Free, bounds
 
@@ -17,9 +16,6 @@ class AuditArgs:
     # run_hash of an earlier copy of the run's receipt: another history than that one differs
     expect: Free[str | None] = None
     run: Free[bool] = True  # compute steps; false: check the files alone, all checkpoints included
-    # `all`: each of three ranks or more computes the same alone; those that differ from most are
-    # named
-    ranks: Free[Literal["all"] | None] = None
     # file of Python that computes the steps, in a process that cannot import lingua, such as
     # apps/onefile/train.py; null: the training program
     by: Free[str | None] = None
@@ -31,9 +27,5 @@ class AuditArgs:
         yield from bounds(self, 1, "sample")
         if self.expect is not None and not re.fullmatch("[0-9a-f]{32}", self.expect):
             yield "expect", "must be the run_hash of a receipt, 32 hexadecimal digits"
-        if self.ranks == "all" and not self.run:
-            yield "ranks", "must be null with run = false, which computes nothing"
         if self.by is not None and not self.run:
             yield "by", "must be null with run = false, which computes nothing"
-        if self.by is not None and self.ranks == "all":
-            yield "by", "must be null with ranks = all: the file computes in one process"

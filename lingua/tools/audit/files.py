@@ -14,6 +14,7 @@ from lingua.base.dump_dir import CONFIG, METRICS, RECEIPT, STATE, VALIDATION
 from lingua.base.errors import UserError
 from lingua.base.files import file_size, load_json, read_bytes
 from lingua.checkpoint.folder import Checkpoint, read_state
+from lingua.checkpoint.starts import in_order
 from lingua.config.values import plain, read_file, show
 from lingua.run.files import MAX_STEP, flat
 from lingua.run.receipt import checkpoint_folder, checkpoints_of
@@ -144,8 +145,12 @@ class RunFiles:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, line) of each line of a .jsonl file, but for one at its end that a kill has cut off:
-    the next start removes it."""
+    """(number, line) of each line of a .jsonl file, but for one at its end that a kill has cut off
+    and those that a start has added after a later one had: the next start removes them."""
+    return in_order(_valid_lines(path))
+
+
+def _valid_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, text in enumerate(_texts(path), 1):
         if not text.strip():
             continue

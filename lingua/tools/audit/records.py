@@ -5,16 +5,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from lingua.base.dump_dir import CONFIG, METRICS, RECEIPT, STEP_FOLDER, VALIDATION
 from lingua.base.errors import UserError
 from lingua.base.format import counted
-from lingua.checkpoint.digest import digest_text, hash_part
 from lingua.checkpoint.folder import Checkpoint, find
+from lingua.checkpoint.origin import content
 from lingua.checkpoint.saved import damage, flat_config
-from lingua.checkpoint.source import TensorSource, on_every_rank, open_checkpoint
-from lingua.checkpoint.tensors import local_parts
+from lingua.checkpoint.source import TensorSource, open_checkpoint
 from lingua.config.values import shorten
 from lingua.monitor.metrics import Chain
 from lingua.run.receipt import (
@@ -146,16 +143,7 @@ def check_checkpoint(checkpoint: Checkpoint, record: RunFiles, receipt: dict[str
 
 def digest_of_files(source: TensorSource) -> str:
     """The `digest` of tensors that are stored, read by this process alone. Raises UserError."""
-
-    def add_up() -> str:
-        total = torch.zeros((), dtype=torch.int64)
-        for name, t in source.tensors.items():  # one in memory at a time
-            for part in local_parts({name: torch.empty_like(t, device="cpu")}):
-                source.read_parts([part])
-                total += hash_part(part)
-        return digest_text(source.tensors, total)
-
-    return on_every_rank(source.path, add_up, alone=True)
+    return content(source, source.tensors, alone=True)
 
 
 def tensors_of(receipt: dict[str, Any]) -> dict[str, str]:

@@ -11,8 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from lingua.app import choose_app
 from lingua.base.dump_dir import AUDIT, CONFIG, VALIDATION
 from lingua.base.errors import UserError
@@ -20,13 +18,12 @@ from lingua.base.files import write_atomically
 from lingua.base.format import counted
 from lingua.config.load import load, meta_lingua
 from lingua.parallel.alone import one_process
-from lingua.parallel.environment import Launch
-from lingua.tools.audit.again import PATIENCE_S, Computed, Task, check_memory, compute
+from lingua.tools.audit.again import PATIENCE_S, Task, compute
 from lingua.tools.audit.args import AuditArgs
 from lingua.tools.audit.due import earlier_version
 from lingua.tools.audit.files import RunFiles
 from lingua.tools.audit.independent import Implementation
-from lingua.tools.audit.ranks import Ranks, bits, outliers, reason_of
+from lingua.tools.audit.ranks import Ranks, reason_of
 from lingua.tools.audit.records import Finding, check_checkpoints, check_expected, check_lines
 from lingua.tools.audit.segments import Segment, choose, segments_of
 from lingua.tools.audit.verdict import CODES, DIFFERS, FITS, NOT_COMPARED, Verdict, compare, worst
@@ -40,9 +37,6 @@ def audit(folder: Path, args: AuditArgs, words: Sequence[str], say: Say) -> int:
     """Audit the run in a dump dir, and return the exit code. Called by every rank; `say` prints a
     line on rank 0. `words` are keys of the training program. Raises UserError."""
     ranks, record = Ranks(), RunFiles(folder)
-    if args.ranks == "all" and ranks.n < 3:
-        need = "needs three ranks or more, such as torchrun --nproc-per-node 3"
-        raise UserError(f"ranks = all: {need}; here is {counted(ranks.n, 'rank')}")
     by = Implementation.read(args.by) if args.by is not None else None
     if by is not None and ranks.n > 1:
         raise UserError(f"by = {args.by}: computes in one process, and here are {ranks.n}")
@@ -53,10 +47,9 @@ def audit(folder: Path, args: AuditArgs, words: Sequence[str], say: Say) -> int:
     ranks.gather("end", None)  # the store is rank 0's
     if ranks.rank == 0:
         what = "steps computed again" if args.run else "files"
-        how = ", each rank alone" if args.ranks == "all" else f" by {by.file}" if by else ""
         entry = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "kind": what + how,
+            "kind": what + (f" by {by.file}" if by else ""),
             "by": by and asdict(by),
             "verdict": verdict.kind,
             "detail": "; ".join(filter(None, (verdict.detail, *verdict.conditions))),
@@ -95,7 +88,7 @@ def verdict_on(
         segments = [Segment.from_json(values) for values in chosen]
         if args.steps is None:
             say(f"{counted(len(segments), 'segment')} drawn by seed={seed}")
-        ranks.share("checks", lambda: check(record, args, segments, words, ranks.launch))
+        ranks.share("checks", lambda: check(record, words))
     if ranks.share("running", lambda: record.is_running):
         say(f"{record.folder} is running: what it has recorded so far is checked")
     files = ranks.share("files", lambda: check_files(record, args, segments, say))
@@ -108,21 +101,11 @@ def verdict_on(
     return replace(verdict, conditions=[*verdict.conditions, *conditions])
 
 
-def check(
-    record: RunFiles,
-    args: AuditArgs,
-    segments: Sequence[Segment],
-    words: Sequence[str],
-    launch: Launch,
-) -> None:
-    """Raise UserError, before anything is computed, where `words` are wrong, or one rank cannot
-    hold a model that it is to compute alone."""
+def check(record: RunFiles, words: Sequence[str]) -> None:
+    """Raise UserError, before anything is computed, where `words` are wrong."""
     if words:
         argv = [f"config={record.folder / CONFIG}", *words]
         load(choose_app(argv).config, argv, meta_lingua)
-    for segment in segments if args.ranks == "all" else ():
-        if (saved := segment.start or segment.end) is not None:
-            check_memory(saved, launch.local_world_size)
 
 
 def check_files(
@@ -179,28 +162,23 @@ def compute_all(
     ranks: Ranks,
     say: Say,
 ) -> Iterator[Verdict]:
-    """Yields the verdict on each segment, computed on one mesh or by every rank separately."""
-    separately = args.ranks == "all"
-    if separately:
-        ranks.separate()
-        words = [*words, *["deterministic=true"] * (not record.config.get("deterministic"))]
-    on_ranks = _on_each if separately else _together
+    """Yields the verdict on each segment."""
     with ExitStack() as folders:
         made = ""
-        if separately or ranks.rank == 0:
+        if ranks.rank == 0:
             made = folders.enter_context(TemporaryDirectory(prefix="lingua-audit-"))
-        shared = made if separately else ranks.share("folder", lambda: made)
+        shared = ranks.share("folder", lambda: made)
         for i, segment in enumerate(segments):
             task = Task(segment, record, words, Path(shared, str(i)), args.heldout, by)
-            verdict = on_ranks(task, ranks)
+            verdict = compute_one(task, ranks)
             say(f"{segment}: {verdict.text}")
             for note in verdict.notes:
                 say(f"  {note}")
             yield verdict.with_causes(f"{segment}: ")
 
 
-def _together(task: Task, ranks: Ranks) -> Verdict:
-    """The verdict on a segment that all ranks compute as one mesh."""
+def compute_one(task: Task, ranks: Ranks) -> Verdict:
+    """The verdict on a segment, which all ranks compute as one mesh."""
     computed, reason, name = None, "", f"reason/{task.folder.name}"
     try:
         computed = compute(task, ranks.meet_anew)
@@ -222,37 +200,6 @@ def _together(task: Task, ranks: Ranks) -> Verdict:
     finally:
         if ranks.rank == 0:
             shutil.rmtree(task.folder, ignore_errors=True)
-
-
-def _on_each(task: Task, ranks: Ranks) -> Verdict:
-    """The verdict on a segment that every rank computes alone: which ranks are not as most, and
-    what the first of the others is, compared with the record."""
-    computed: Computed | None = None
-    try:
-        computed = compute(task)
-        result = bits(computed)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        result = {"error": f"ranks = all: one rank cannot hold this model: {error}"}
-    except Exception as error:
-        result = {"error": reason_of(error)}
-    results = ranks.gather(f"result/{task.folder.name}", result)
-    if errors := [r["error"] for r in results if "error" in r]:
-        return Verdict(NOT_COMPARED, errors[0])
-    if ranks.rank:  # rank 0 reports
-        return Verdict(NOT_COMPARED)
-    try:
-        wrong = outliers(results, task.segment.last)
-    except UserError as error:
-        return Verdict(NOT_COMPARED, str(error))
-    if wrong:
-        return Verdict(DIFFERS, f"between ranks: {'; '.join(wrong)}")
-    assert computed is not None  # no rank has an error
-    try:
-        verdict = compare(task, computed)
-    except UserError as error:
-        return Verdict(NOT_COMPARED, str(error))
-    shutil.rmtree(task.folder, ignore_errors=True)
-    return replace(verdict, notes=[f"all {ranks.n} ranks compute equal bits", *verdict.notes])
 
 
 def _write(place: Path, entry: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@
     python -m lingua audit runs/debug run=false
     python -m lingua audit runs/debug by=apps/onefile/train.py
     torchrun --nproc-per-node 2 -m lingua audit runs/debug sample=1
-    torchrun --nproc-per-node 3 -m lingua audit runs/debug ranks=all
 
 A segment begins at a checkpoint and is computed by the training program, or by a file of another
 implementation, in a temporary folder (of TMPDIR). Each line that the config makes due is compared,

@@ -7,9 +7,10 @@
     python -m lingua convert source=debug.pth out=plain
 
 source is anything that checkpoint.init_from takes; a run that starts from it needs no conversion.
-The weights keep their bits, and a checkpoint that is made has no optimizer. A file is that of
-torch.save: {"model": {name: tensor}, "config": text of YAML, "step": n}, whose model is what Meta
-Lingua has in its consolidated.pth.
+Adapters (apps.lora) are added to their base, but for to=peft and to=checkpoint. The weights keep
+their bits, and a checkpoint that is made has no optimizer. A file is that of torch.save: {"model":
+{name: tensor}, "config": text of YAML, "step": n}, whose model is what Meta Lingua has in its
+consolidated.pth.
 
 The form of a model in transformers belongs to its app (`App.hugging_face`): the checkpoint's own,
 and apps.main where none is named, unless app=MODULE names another.
@@ -31,7 +32,7 @@ from lingua.app import App, named_app
 from lingua.base.dump_dir import step_folder
 from lingua.base.errors import UserError
 from lingua.base.format import printable
-from lingua.checkpoint.origin import is_hf_folder, open_source
+from lingua.checkpoint.origin import BASE, content, is_hf_folder, open_source
 from lingua.checkpoint.save import save
 from lingua.checkpoint.source import TensorSource
 from lingua.config.load import load, to_yaml
@@ -41,6 +42,7 @@ from lingua.parallel.alone import one_process
 from lingua.parallel.launch import detect_launch
 from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tokenizer.library import kind_of_file
+from lingua.tools.exchange.adapters import merged, write_peft
 from lingua.tools.exchange.export import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENIZER_CONFIG, export
 from lingua.tools.exchange.hugging_face import config_of_hf_folder
 from lingua.tools.exchange.meta_lingua import write_file
@@ -51,9 +53,11 @@ from lingua.tools.exchange.trained import read_trained
 class ConvertArgs:
     source: Free[str] = MISSING  # anything that checkpoint.init_from takes
     out: Free[str] = MISSING  # folder or file to make
-    # the kind of out: hf, a folder of transformers; checkpoint, put into the folder out; or file.
-    # null: file where out ends in .pth or .pt, else hf from a checkpoint, else checkpoint
-    to: Free[Literal["hf", "checkpoint", "file"] | None] = None
+    # the kind of out: hf, a folder of transformers; checkpoint, put into the folder out; file; or
+    # peft, adapters alone, as Hugging Face's PEFT has them. null: file where out ends in .pth or
+    # .pt, else hf from a checkpoint, else checkpoint
+    to: Free[Literal["hf", "checkpoint", "file", "peft"] | None] = None
+    base_model: Free[str | None] = None  # where the base of adapters is; null: as in training
     app: Free[str | None] = None  # import path of the app; null: the checkpoint's own, or apps.main
     # dtype of the weights; null: as they are
     dtype: Free[Literal["float32", "bfloat16", "float16"] | None] = None
@@ -87,7 +91,7 @@ def convert(args: ConvertArgs, app: App | None = None) -> None:
     def report(line: str) -> None:
         print(printable(line), file=sys.stderr)
 
-    source = open_source("source", args.source, app, "full", report)
+    source = open_source("source", args.source, app, "full", report, base=args.base_model)
     to = args.to or (
         "file" if out.suffix in (".pth", ".pt") else "hf" if source.checkpoint else "checkpoint"
     )
@@ -105,8 +109,15 @@ def convert(args: ConvertArgs, app: App | None = None) -> None:
                 tokenizer = copy_tokenizer(TokenizerArgs(**config["data"]["tokenizer"]), out)
         if tokenizer is not None:
             source = with_tokenizer(source, tokenizer)
-        names = list(source.shapes("model."))
-        if to == "hf":
+        if source.parts is not None and to in ("hf", "file"):
+            source, app = merged(source, app)
+        names, state = list(source.shapes("model.")), {}
+        if source.parts is not None:
+            names = list(source.parts[0].shapes("model."))
+            state = {"data": {BASE: content(source, source.base_names)}}
+        if to == "peft":
+            note = write_peft(source, app, out, args.cast)
+        elif to == "hf":
             as_trained = args.tokenizer is None
             note = export(source, app, out, args.cast, args.shard_gb, as_trained, report)
         else:
@@ -114,7 +125,7 @@ def convert(args: ConvertArgs, app: App | None = None) -> None:
             if to == "file":
                 write_file(source, tensors, out)
             else:
-                out = save(out, source.step or 0, tensors, {}, source.config)
+                out = save(out, source.step or 0, tensors, state, source.config)
     except (OSError, SafetensorError) as error:
         raise UserError(f"out = {args.out}: cannot be written ({error})") from error
     print(printable(f"{source} is now {out}: {len(names)} tensors{note}"))

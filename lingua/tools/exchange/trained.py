@@ -66,10 +66,10 @@ class Trained:
         ends = end_tokens(path, size) if is_hf_folder(path) else ()
         return replace(tokenizer, more_ends=ends)
 
-    def build(self) -> tuple[nn.Module, ParallelPlan]:
-        """The model on the meta device, and its layout, without the sizes of training rows: inputs
-        are padded to a multiple of tp."""
-        built = self.app.build(self.args)
+    def build(self, on: DistributedArgs | None = None) -> tuple[nn.Module, ParallelPlan]:
+        """The model on the meta device, to be computed as `on` says, and its layout, without the
+        sizes of training rows: inputs are padded to a multiple of tp."""
+        built = self.app.build(replace(self.args, distributed=on or self.args.distributed))
         plan = built.plan or ParallelPlan()
         divides = {k: n for k, n in plan.tp_divides.items() if not k.startswith("data.")}
         return built.module, replace(plan, tp_divides=divides)
@@ -78,7 +78,7 @@ class Trained:
         """The model with its weights on a mesh. Called by every rank."""
         if self.source.checkpoint is not None:
             verify(self.source.checkpoint)
-        return load_weights(*self.build(), self.source, args, mesh)
+        return load_weights(*self.build(args), self.source, args, mesh)
 
 
 def load_weights(
@@ -87,10 +87,15 @@ def load_weights(
     source: TensorSource,
     args: DistributedArgs,
     mesh: DeviceMesh,
+    seed: int | None = None,
 ) -> nn.Module:
-    """A model on the meta device with its weights on a mesh. Called by every rank."""
+    """A model on the meta device with its weights on a mesh. Called by every rank. With a `seed`,
+    what the source lacks has initial values."""
     sizes = {name: tuple(t.shape) for name, t in tensors_of(module).items()}  # not allocated yet
-    check_fit(f"{source.path} does not fit this model", sizes, source.shapes("model."))
+    stored = source.shapes("model.")
+    new = set() if seed is None else sizes.keys() - stored.keys()
+    sizes = {name: size for name, size in sizes.items() if name not in new}
+    check_fit(f"{source.path} does not fit this model", sizes, stored)
     device = torch.device(mesh.device_type)
     # Of one process, which has nothing to shard, weights are cast once and not in each forward.
     one_process = mesh.size() == 1
@@ -99,17 +104,22 @@ def load_weights(
     for p in model.parameters() if one_process else ():  # before they have memory: half of float32
         if p.is_floating_point():
             p.data = p.data.to(args.dtype)
-    if any(non_persistent_buffers(module) for module in model.modules()):
-        init_parameters(model, 0, device)  # no checkpoint has those buffers
+    if new or any(non_persistent_buffers(module) for module in model.modules()):
+        init_parameters(model, seed or 0, device)  # no checkpoint has those buffers
     else:
         with ties_kept(model):
             model.to_empty(device=device)
-    source.load(tensors_of(model), "model.")
+    source.load({name: t for name, t in tensors_of(model).items() if name not in new}, "model.")
     return model.to(args.dtype) if one_process else model
 
 
 def open_trained(
-    key: str, path: str, app: App | None, tokenizer_path: str | None = None, alone: bool = False
+    key: str,
+    path: str,
+    app: App | None,
+    tokenizer_path: str | None = None,
+    alone: bool = False,
+    base: str | None = None,
 ) -> Trained:
     """The model that `path` names: anything that `open_source` takes. Called by every rank, or by a
     process without a group.
@@ -119,13 +129,13 @@ def open_trained(
         app: the app that the caller names; None: the one that the checkpoint names, which must be
             one of this repository or of an installed package.
         tokenizer_path: the tokenizer's file, where it is not that of the config or the folder.
-        alone: as open_source.
+        alone, base: as open_source.
 
     Raises:
         UserError: it is no model, or its model is not the app's.
     """
     skipped: list[str] = []
-    source = open_source(key, path, app, "size", skipped.append, alone)
+    source = open_source(key, path, app, "size", skipped.append, alone, base)
     for line in skipped:
         logger.warning(f"{key} = {path}: {line}; this program uses {source.path}")
     if is_hf_folder(source.path):
@@ -168,6 +178,8 @@ class OpenArgs:
     # tokens that the model sees at once, prompt and result; null: data.seq_len of the run
     context: Free[int | None] = None
     tokenizer_path: Free[str | None] = None  # the tokenizer's file now; null: its path in training
+    # where the base of adapters is; null: where it was in training
+    base_model: Free[str | None] = None
     device: Free[Literal["auto", "cpu", "cuda"]] = "auto"  # auto: cuda where there is one
     distributed: DistributedArgs = field(default_factory=lambda: DistributedArgs(model_dtype=None))
 
@@ -192,6 +204,7 @@ def open_model(args: OpenArgs, argv: list[str]) -> Opened:
     launch = detect_launch()
     mesh = start(pick_device(args.device, launch), launch, args.distributed)
     init_logger(None, dist.get_rank())
-    trained = open_trained("ckpt", args.ckpt, named_app(argv), args.tokenizer_path)
+    app, tokenizer_path = named_app(argv), args.tokenizer_path
+    trained = open_trained("ckpt", args.ckpt, app, tokenizer_path, base=args.base_model)
     data, tokenizer = trained.args.data, trained.build_tokenizer()
     return Opened(trained, tokenizer, mesh, data.add_bos, args.context or data.seq_len)

@@ -148,13 +148,14 @@ def open_lm(
     device: Literal["auto", "cpu", "cuda"],
     dtype: Literal["bf16", "fp32"] | None,
     tokenizer_path: str | None,
+    base: str | None,
 ) -> LM:
     """See lingua.load."""
     chosen = None if app is None else app_of(app, "lingua.load")
     on = pick_device(device, Launch())
     settings = DistributedArgs(model_dtype=dtype or ("bf16" if on.type == "cuda" else "fp32"))
     with mesh_of_one(on) as mesh:
-        trained = open_trained("path", path, chosen, tokenizer_path)
+        trained = open_trained("path", path, chosen, tokenizer_path, base=base)
         tokenizer, data = trained.build_tokenizer(), trained.args.data
         _, plan = trained.build()
         model = trained.load(settings, mesh)

@@ -56,7 +56,7 @@ def row_losses(
     loader = Loader(
         rows, size, dp_rank=0, dp_size=1, n_micro=size, rows=1, marks=marks, documents=documents
     )
-    noise = key_of(args.seed, "noise", step) if args.model.dropout else None
+    noise = key_of(args.seed, "noise", step) if args.noisy else None
     model.train()
     losses = []
     for micro in next(islice(loader.steps(position), 1)):

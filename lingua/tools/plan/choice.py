@@ -154,8 +154,9 @@ def extrapolated(first: Trace, second: Trace, n: float) -> Trace:
             return {k: max(0, round(a[k] + n * (b.get(k, 0) - a[k]))) for k in a}
         return a + n * (b - a) if isinstance(a, float) else round(a + n * (b - a))
 
-    names = ("parameters", "flops_per_token", "start", "peak", "kept", "micro", "last", "update")
-    return replace(first, **{name: line(name) for name in names})
+    names = ("parameters", "trained", "flops_per_token", "start", "peak", "kept", "base")
+    parts = ("micro", "last", "update")
+    return replace(first, **{name: line(name) for name in (*names, *parts)})
 
 
 def scaled_trace(first: Trace, args: RunArgs, sizes: Sizes) -> Trace:
@@ -205,7 +206,7 @@ def scaled_trace(first: Trace, args: RunArgs, sizes: Sizes) -> Trace:
     return replace(
         first, sizes=sizes, n_micro=n_micro, rows=rows, start=memory(first.start), peak=peak,
         kept=kept if n_micro > 1 else 0, micro=part(first.micro), last=part(first.last),
-        update=part(first.update),
+        update=part(first.update), base=round(first.base * shrink),
     )  # fmt: skip
 
 

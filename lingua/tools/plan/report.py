@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from lingua.base.format import align, counted, human_bytes, short_count, short_time
+from lingua.base.format import align, counted, human_bytes, parameters_text, short_count, short_time
 from lingua.monitor.collectives import collectives_table
 from lingua.parallel.mesh import AXES
 from lingua.run.args import RunArgs
@@ -80,6 +80,7 @@ class Plan:
         return {
             "mesh": dict(zip(AXES, traced.sizes, strict=True)),
             "parameters": traced.parameters,
+            "trained": traced.trained,
             "micro_steps": traced.n_micro,
             "rows": traced.rows,
             "flops_per_token": traced.flops_per_token,
@@ -99,8 +100,9 @@ def lines(plan: Plan) -> Iterator[str]:
     """The plan for a person."""
     traced, args, device = plan.trace, plan.args, plan.device
     sizes = ", ".join(f"{axis} {n}" for axis, n in zip(AXES, traced.sizes, strict=True))
+    model = parameters_text(traced.parameters, traced.trained)
     of = "" if device is None else f" x {device.name}"
-    yield f"{args.name}: {traced.parameters:,} parameters on {math.prod(traced.sizes):,}{of}"
+    yield f"{args.name}: {model} on {math.prod(traced.sizes):,}{of}"
     yield f"mesh: {sizes}; {short_count(traced.flops_per_token)} FLOPs a token"
     yield (
         f"a step is {counted(args.data.step_rows, 'row')} of {args.data.seq_len} tokens: "

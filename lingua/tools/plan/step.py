@@ -98,7 +98,12 @@ class Step:
         batch = [empty_batch(self.run.args.data, rows) for _ in range(n_micro)]
         counts = self.objective.count(batch[0]).clamp(min=1)
         self.run.app = replace(self.run.app, probe=lambda _: between())  # not the app's: it reads
-        self.loop.train_step(self.run, self.objective, self.guard, batch, counts)
+        try:
+            self.loop.train_step(self.run, self.objective, self.guard, batch, counts)
+        except RuntimeError as error:
+            if notes := getattr(error, "__notes__", None):  # of lingua.parallel.tensor_parallel
+                raise UserError("\n".join((str(error), *notes))) from error
+            raise
 
 
 def empty_batch(args: DataArgs, rows: int) -> MicroBatch:
@@ -109,4 +114,5 @@ def empty_batch(args: DataArgs, rows: int) -> MicroBatch:
         torch.zeros(shape, dtype=torch.int64),
         torch.zeros((args.n_views - 1, *shape), dtype=torch.int64),
         torch.zeros((rows, DOCUMENTS), dtype=torch.int64) if masked else None,
+        step=1,
     )

@@ -22,7 +22,7 @@ from lingua.model.attention import choose_attention
 from lingua.monitor.collectives import CollectiveCounter
 from lingua.parallel.mesh import AXES
 from lingua.parallel.parallelize import parallelize_model
-from lingua.parallel.plan import ParallelPlan, find_modules
+from lingua.parallel.plan import ParallelPlan, find_modules, parameters_of
 from lingua.parallel.tensors import as_shard, local
 from lingua.parallel.torch_private import OpOverload, is_traceable_wrapper_subclass_type, schema
 from lingua.run.args import RunArgs
@@ -35,6 +35,7 @@ from lingua.tools.torch_private import (
     WAIT_TENSOR,
     OperatorMode,
     cpu_attention,
+    efficient_attention,
     fake_ranks,
     flash_attention,
     training_on_meta,
@@ -75,6 +76,7 @@ class Trace:
 
     sizes: tuple[int, int, int]  # mesh: dp_replicate, dp_shard, tp
     parameters: int  # elements of the whole model
+    trained: int  # those that are not frozen
     n_micro: int
     rows: int  # micro-batch size
     flops_per_token: float
@@ -84,6 +86,7 @@ class Trace:
     micro: StepPart  # each micro-step but the last
     last: StepPart  # the last one
     update: StepPart  # clipping and optimizer
+    base: int = 0  # parameters that are in no checkpoint
 
     @property
     def collectives(self) -> list[dict[str, Any]]:
@@ -92,8 +95,8 @@ class Trace:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of parameters and optimizer state."""
-        return self.start["parameters"] + self.start["optimizer"]
+        """Bytes of parameters and optimizer state that a checkpoint has."""
+        return self.start["parameters"] + self.start["optimizer"] - self.base
 
     @property
     def allocated(self) -> int:
@@ -123,6 +126,10 @@ def _kernels_of(device: str) -> Iterator[None]:
         q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
         causal = kwargs.get("is_causal", False)
+        if v.shape[-1] != q.shape[-1]:  # the kernels below take no such values
+            if device == "cuda" and attn_mask is None and not args:
+                return efficient_attention(q, k, v, None, True, 0.0, causal)[0]
+            return attend(q, k, v, attn_mask, *args, **kwargs)
         if device == "cpu":
             bias = None if attn_mask is None else attn_mask.to(q.dtype)
             return cpu_attention(q, k, v, 0.0, causal, attn_mask=bias)[0]
@@ -167,7 +174,11 @@ def trace(app: App, args: RunArgs, sizes: tuple[int, int, int], device: str) -> 
     built = build(app, args, replicas * shards)
     n_micro, rows = args.micro_steps(replicas * shards)
     args.distributed.compile = False
-    n_parameters = sum(p.numel() for p in built.module.parameters())
+    parameters = list(built.module.parameters())
+    n_parameters, n_trained = (
+        sum(p.numel() for p in parameters if p.requires_grad or not trained)
+        for trained in (False, True)
+    )
     with ExitStack() as modes:
         modes.enter_context(fake_ranks(replicas * shards * tp))
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
@@ -180,6 +191,7 @@ def trace(app: App, args: RunArgs, sizes: tuple[int, int, int], device: str) -> 
         modes.enter_context(memory.resizes())
         operators = modes.enter_context(_Operators(mesh, memory))
         memory.register("parameters", [*model.parameters(), *model.buffers()])
+        base = [local(p) for n, p in parameters_of(model).items() if n in built.base]
         step = Step(app, args, built, mesh, model)
         memory.register("optimizer", [dict(s) for s in step.run.optimizer.state.values()])
         traced, parts = min(n_micro, MAX_TRACED), []
@@ -190,8 +202,9 @@ def trace(app: App, args: RunArgs, sizes: tuple[int, int, int], device: str) -> 
     (before, _), (last, update) = parts
     micro = last.plus(before, -1) if traced > 1 else StepPart(Counter(), [])
     return Trace(
-        sizes, n_parameters, n_micro, rows, built.flops_per_token, dict(start), dict(memory.peak),
-        memory.kept[-1] - memory.kept[0], micro, last.plus(micro, 1 - traced), update,
+        sizes, n_parameters, n_trained, n_micro, rows, built.flops_per_token, dict(start),
+        dict(memory.peak), memory.kept[-1] - memory.kept[0], micro, last.plus(micro, 1 - traced),
+        update, sum(t.untyped_storage().nbytes() for t in base),
     )  # fmt: skip
 
 

@@ -19,9 +19,10 @@ from lingua.run.records import Record
 from lingua.tools.slurm.status import END, errors_of, job_lines
 
 ON_STOP_S = 60.0  # seconds that on_stop may take
-# srun's line about a rank that found a mistake: its own exit code may be that of another, which it
-# ended before that one could.
-MISTAKE = re.compile(r"srun: error: .*: Exited with exit code 2")
+# srun's line about a rank that found a mistake, or ranks that differ: its own exit code may be that
+# of another, which it ended before that one could.
+ENDED = re.compile(r"srun: error: .*: Exited with exit code ([23])")
+REASONS = {2: "mistake", 3: "differs"}  # neither is queued again
 
 
 def end_job(code: int, max_restarts: int, dump_dir: Path, job: str, slurm: str) -> str:
@@ -48,7 +49,7 @@ def end_job(code: int, max_restarts: int, dump_dir: Path, job: str, slurm: str) 
 
 
 def how_ended(code: int, dump_dir: Path, job: str) -> str:
-    """finished, stopped before its last step, mistake or failed."""
+    """finished, stopped before its last step, mistake, differs or failed."""
     if code == 0:
         record = Record(dump_dir)  # one that does not train has no end
         return "finished" if record.end is None or record.state == "finished" else "stopped"
@@ -56,8 +57,9 @@ def how_ended(code: int, dump_dir: Path, job: str) -> str:
         return "stopped"
     lines = [line for line, _ in job_lines(dump_dir, job)]
     starts = [i for i, line in enumerate(lines) if END.fullmatch(line)]  # behind an earlier end
-    is_mistake = any(map(MISTAKE.fullmatch, lines[max(starts, default=0) :]))
-    return "mistake" if code == 2 or is_mistake else "failed"
+    ends = filter(None, map(ENDED.fullmatch, lines[max(starts, default=0) :]))
+    codes = [code, *(int(end[1]) for end in ends)]
+    return next((reason for number, reason in REASONS.items() if number in codes), "failed")
 
 
 def report_end(on_stop: list[str], code: int, run: Path, job: str = "", reason: str = "") -> None:
@@ -65,7 +67,7 @@ def report_end(on_stop: list[str], code: int, run: Path, job: str = "", reason: 
     if not on_stop:
         return
     reason = reason or how_ended(code, run, job)
-    errors = errors_of(run, job) if reason in ("failed", "restarted", "mistake") else []
+    errors = errors_of(run, job) if reason in ("failed", "restarted", *REASONS.values()) else []
     error, log = [*errors, ("", run / LOGS / job)][0]
     about = {"REASON": reason, "EXIT_CODE": code, "DUMP_DIR": run, "JOB_ID": job}
     about |= {"RUN": Record(run).config.get("name"), "ERROR": error, "LOG": log}

@@ -108,7 +108,7 @@ class JobArgs:
     # measure the machine before the run, as lingua check: what is out of line ends the job
     check: bool = False
     # how often in a row a job is queued again since a rank has failed, without a new checkpoint
-    # between; not after a mistake (exit code 2), nor with launcher=local
+    # between; not after a mistake (exit code 2) or where ranks differ (3), nor with launcher=local
     max_restarts: int = 3
     # command and arguments to run when a job ends or is queued again; its variable LINGUA_REASON
     on_stop: list[str] = field(default_factory=list)

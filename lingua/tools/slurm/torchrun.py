@@ -15,6 +15,6 @@ if __name__ == "__main__":
     except SignalException as stopped:
         sys.exit(128 + stopped.sigval)
     except ChildFailedError as failed:
-        if failed.get_first_failure()[1].exitcode != 2:
+        if (code := failed.get_first_failure()[1].exitcode) not in (2, 3):
             raise
-        sys.exit(2)
+        sys.exit(code)

@@ -49,6 +49,7 @@ OTHERS: dict[str, list[Any]] = {
     "optim.muon.dtype": ["fp32"],
     "optim.scheduler": ["constant", "linear", "wsd", "inv_sqrt"],
     "optim.on_nonfinite": ["skip"],
+    "distributed.gpu": ["h100"],
     "distributed.grad_sync": ["every"],
     "distributed.reshard": ["step"],
     "distributed.float8": ["tensorwise"],
@@ -77,7 +78,8 @@ validation.sources samples.every eval logging.wandb profiling.run
 # Without a file, or another key that is refused.
 IMPOSSIBLE = ("data.tokenizer.name", "data.tokenizer.bos", "data.tokenizer.eos", "data.chat")
 MAPPING = ("data.source_files",)  # apps/main adds its defaults
-IMPOSSIBLE += ("checkpoint.continue_training_from_init",)
+IMPOSSIBLE += ("checkpoint.continue_training_from_init", "distributed.check_every")
+IMPOSSIBLE += ("checkpoint.init_new",)
 
 
 def words(**changes: Any) -> list[str]:

@@ -29,12 +29,8 @@ UNFORESEEN = "which no check has foreseen"  # behind an error that is not a User
 OF_THE_RUN = ("start", "topology", "stop")  # events that are links
 
 
-def audit_here(
-    argv: list[str], faulty_rank: int | None = None, n_local: int | None = None
-) -> tuple[int, str]:
-    """(exit code, output) of the command in this process, of `n_local` on its machine."""
-    os.environ["FAULTY"] = "1" if os.environ["RANK"] == str(faulty_rank) else ""
-    os.environ["LOCAL_WORLD_SIZE"] = str(n_local or os.environ["WORLD_SIZE"])
+def audit_here(argv: list[str]) -> tuple[int, str]:
+    """(exit code, output) of the command in this process."""
     said = io.StringIO()
     environment = dict(os.environ)
     try:
@@ -49,10 +45,10 @@ def audit_here(
     raise AssertionError("the command ends with an exit code")
 
 
-def audit(runs: Runs, folder: Path, *words: str, n: int = 1, **options: Any) -> tuple[int, str]:
+def audit(runs: Runs, folder: Path, *words: str, n: int = 1) -> tuple[int, str]:
     """(exit code, output) of the command on n ranks. It changes no file of the run."""
     before = contents(folder)
-    code, said = runs.ranks.run(n, audit_here, [str(folder), *words], **options)[0]
+    code, said = runs.ranks.run(n, audit_here, [str(folder), *words])[0]
     assert contents(folder) == before and UNFORESEEN not in said, said
     return code, said
 
@@ -62,10 +58,10 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def found_wrong(
-    runs: Runs, folder: Path, *words: str, named: str, code: int = 1, **options: Any
+    runs: Runs, folder: Path, *words: str, named: str, code: int = 1, n: int = 1
 ) -> str:
-    """The output of an audit, whose verdict is that something is wrong, and what."""
-    left, said = audit(runs, folder, *words, **options)
+    """The output of an audit on n ranks, whose verdict is that something is wrong, and what."""
+    left, said = audit(runs, folder, *words, n=n)
     assert left == code and named in verdict(said), said
     return said
 

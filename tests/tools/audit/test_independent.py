@@ -96,7 +96,7 @@ FAULTS = {
     ),
     "a moment not restored": Fault(
         "lingua/run/start.py",
-        ".load(tensors_of(model, optimizer))",
+        ".load(tensors_of(model, optimizer, without=base))",
         ".load(t := tensors_of(model, optimizer)); [t[k].zero_() for k in t if 'avg_sq' in k]",
         "differs from step 6 on, loss first: ",
     ),

@@ -46,6 +46,24 @@ def test_of_a_folder_that_a_run_starts_from_the_config_is_enough(tmp_path, app):
     assert plan.as_json()["parameters"] == 2 * block + 2 * 300 * 32 + 32
 
 
+@pytest.mark.parametrize("ngpu", [1, 4])
+@pytest.mark.parametrize("quick", [False, True])
+def test_of_adapters_no_checkpoint_has_the_base_which_has_the_dtype_of_compute(
+    tmp_path, ngpu, quick
+):
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama"}))
+    words = ["app=apps.lora", f"checkpoint.init_from={tmp_path}", "data.sources={a: 1}"]
+    words += ["data.seq_len=64", "data.batch_size=4", "distributed.model_dtype=bf16", "device=cpu"]
+    plan, _ = make_plan([*words, "lora.rank=8", f"ngpu={ngpu}"], quick)
+    shapes = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (48, 32), (32, 48)]
+    new = 2 * 8 * sum(a + b for a, b in shapes)
+    base = 2 * (sum(a * b for a, b in shapes) + 2 * 32) + 2 * 300 * 32 + 32
+    assert plan.trace.parameters == base + new and plan.trace.trained == new
+    on_rank = (2 * base + 4 * new) / ngpu
+    assert plan.trace.start["parameters"] == pytest.approx(on_rank, rel=0.05)
+    assert plan.checkpoint_bytes == pytest.approx(12 * new, rel=0.05)  # weights and two moments
+
+
 @pytest.mark.parametrize(
     ("kind", "more"),
     [("NAdam", ""), ("NAdam", "capturable"), ("NAdam", "foreach"), ("AdamW", "fused")],
@@ -89,7 +107,7 @@ def device(**values: Any) -> Device:
 def traced(sizes: tuple[int, int, int], micro: StepPart, last: StepPart, n_micro: int) -> Trace:
     memory = {"parameters": 2**30, "optimizer": 2**31}
     update = StepPart(Counter({Kernel(0, 4, 1, "outside"): 5 * 10**8}), [])
-    return Trace(sizes, 10, n_micro, 1, 1.0, memory, memory, 0, micro, last, update)
+    return Trace(sizes, 10, 10, n_micro, 1, 1.0, memory, memory, 0, micro, last, update)
 
 
 def test_a_kernel_takes_the_longer_of_arithmetic_and_memory_and_sending_hides_behind_it():

@@ -72,6 +72,7 @@ def test_a_mistake_of_one_rank_is_seen_where_srun_has_the_exit_code_of_another(d
     )
     assert how(killed) == "restarted"
     assert how(f"srun: error: n2: tasks 1,3: Exited with exit code 2\n{killed}") == "mistake"
+    assert how(f"srun: error: n2: tasks 1,3: Exited with exit code 3\n{killed}") == "differs"
     assert how(killed) == "restarted"  # it was mended, and the job was queued again
 
 
@@ -79,6 +80,7 @@ def test_a_mistake_of_one_rank_is_seen_where_srun_has_the_exit_code_of_another(d
     ("code", "shown", "restarts", "reason"),
     [
         (2, RUNNING, None, "mistake"),
+        (3, RUNNING, None, "differs"),
         (0, RUNNING, None, "stopped"),  # before its last step
         (0, "COMPLETING 1 1 1 None", None, "requeued"),
         (143, "COMPLETING 3 1 1 None", "2", "requeued"),
@@ -151,6 +153,7 @@ def test_the_script_of_a_job_queues_it_again_after_its_command(tmp_path, monkeyp
     assert ends(1, "false") == ["failed 'a  b' $HOME"]
     assert ends(134) == ["restarted 'a  b' $HOME", "scontrol requeue 7"]
     assert ends(2) == ["mistake 'a  b' $HOME"]
+    assert ends(3) == ["differs 'a  b' $HOME"]
     assert ends(137) == ["failed 'a  b' $HOME"]
     log = tmp_path / "a run" / "logs" / "7.log"  # to which Slurm writes what srun prints
     log.write_text("srun: error: n2: task 1: Exited with exit code 2\n")

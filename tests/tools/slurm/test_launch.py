@@ -133,8 +133,11 @@ def test_a_signal_while_a_launch_starts_ends_all_its_processes(tmp_path, setup, 
     assert not processes_with(tag)
 
 
-def test_a_local_launch_ends_with_the_code_of_a_mistake_and_without_a_report(tmp_path):
-    (tmp_path / "program.py").write_text(MISTAKEN)
+@pytest.mark.parametrize("code", [2, 3])  # of a mistake, and of ranks that differ
+def test_a_local_launch_ends_with_the_code_of_an_error_and_without_a_report(tmp_path, code):
+    program = MISTAKEN.replace('wrong")', f'wrong", exit_code={code})')
+    assert program != MISTAKEN
+    (tmp_path / "program.py").write_text(program)
     torchrun = [*python(), "-m", "lingua.tools.slurm.torchrun", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, "--no-python", *python(), tmp_path / "program.py"],
@@ -143,7 +146,7 @@ def test_a_local_launch_ends_with_the_code_of_a_mistake_and_without_a_report(tmp
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stderr) == (2, "error: this is wrong\n")
+    assert (done.returncode, done.stderr) == (code, "error: this is wrong\n")
 
 
 def test_runs_that_run_at_once_divide_the_machine():

@@ -35,10 +35,15 @@ def process_of(folder: Path, place: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "restarts"),
-    [("night.slurm", "SLURM_PROCID=1", "1"), ("night_torchrun.slurm", "RANK=1", "0")],
+    ("name", "place", "restarts", "ranks"),
+    [
+        pytest.param("night.slurm", "SLURM_PROCID=1", "1", 2, id="night"),
+        pytest.param("elastic.slurm", "RANK=1", "0", 2, id="elastic"),
+        pytest.param("elastic.slurm", "RANK=1", "0", 1, id="elastic, with its torchrun"),
+    ],
 )
-def test_a_run_goes_on_after_a_rank_was_killed(tmp_path_factory, name, place, restarts):
+def test_a_run_goes_on_after_a_rank_was_killed(tmp_path_factory, name, place, restarts, ranks):
+    """On `ranks` ranks then."""
     folder = tmp_path_factory.mktemp("night")
     [script] = [b.text for b in blocks(ROOT / "docs" / "machines.md") if b.info == name]
     (folder / name).write_text(script)
@@ -67,12 +72,16 @@ def test_a_run_goes_on_after_a_rank_was_killed(tmp_path_factory, name, place, re
         job = subprocess.run(["sbatch", "--parsable", *small, name], **where).stdout.strip()
         log = folder / f"night_{job}.log"
         until(lambda: steps() >= 8, "it does not train")
-        os.kill(process_of(folder, place), signal.SIGKILL)
+        rank = process_of(folder, place)
+        if ranks == 1:
+            os.kill(int(Path(f"/proc/{rank}/stat").read_text().split()[3]), signal.SIGKILL)
+        os.kill(rank, signal.SIGKILL)
         until(lambda: "resuming runs/night/checkpoints/" in log.read_text(), "it does not resume")
         resumed = steps()
         until(lambda: steps() > resumed, "it does not go on")
         shown = subprocess.run(["scontrol", "show", "job", "--oneliner", job], **where).stdout
         assert f" Restarts={restarts} " in shown and "JobState=RUNNING" in shown
         subprocess.run(["scancel", job], **where)
+    assert f" on {ranks} x CPU (" in log.read_text().rpartition("resuming")[2]
     assert log.read_text().count("resuming runs/night/checkpoints/") == 1
     assert "rank 1 on " in log.read_text() and " is silent for " in log.read_text()

@@ -216,8 +216,8 @@ def _marks(run: int, record: Record) -> Iterator[dict[str, Any]]:
         elif kind == "stop" and line.get("reason") != "done":
             why = ": ".join(_text(line[key]) for key in ("reason", "error") if line.get(key))
             marks.append((step, "stop", f"stopped ({why})"))
-        elif kind == "start" and step > 0:
-            marks.append((step, "resume", "resumed"))
+        elif kind == "start" and (step > 0 or "cause" in line):
+            marks.append((step, "resume", _resumed(line)))
     skipped = np.nan_to_num(record.metrics.numbers("skipped_steps"))
     new = np.diff(skipped, prepend=0.0)
     for i in np.flatnonzero(new > 0).tolist():
@@ -228,6 +228,12 @@ def _marks(run: int, record: Record) -> Iterator[dict[str, Any]]:
     for (_, kind, text), places_of_mark in zip(marks, places, strict=True):
         x = [place if math.isfinite(place) else None for place in places_of_mark]
         yield {"run": run, "kind": kind, "text": text, "x": x}
+
+
+def _resumed(start: dict[str, Any]) -> str:
+    again, cause = start.get("steps_again"), start.get("cause")
+    lost = f", {counted(again, 'step')} done again" if type(again) is int else ""
+    return f"resumed{lost}" + (f"; the start before: {_text(cause)}" if cause else "")
 
 
 def _sizes(mesh: Any) -> str:

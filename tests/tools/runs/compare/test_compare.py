@@ -304,7 +304,8 @@ def test_every_key_that_splits_no_arms_is_declared_free_and_the_others_are_known
     operational = {k for k in resume_classes(TrainArgs) if kind_of(k) == "operational"}
     assert operational <= free
     others = {"app", "deterministic", "data.source_files", "checkpoint.allow_change",
-              "checkpoint.init_from", "checkpoint.continue_training_from_init"}  # fmt: skip
+              "checkpoint.init_from", "checkpoint.init_new",
+              "checkpoint.continue_training_from_init"}  # fmt: skip
     assert {k for k in free - operational if kind_of(k) != "additions"} == others
 
 
