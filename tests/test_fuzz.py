@@ -106,7 +106,7 @@ def test_every_config_and_command_line_is_accepted_or_refused_by_name(tmp_path, 
         argv += [hostile_argument(draw, keys) for _ in range(draw.randint(0, 3))]
         return lambda: program(argv), names
 
-    fuzz(make, 30)
+    fuzz(make, 15)
 
 
 def test_any_change_to_a_file_of_text_gives_tokens_or_a_named_error(tmp_path):
@@ -134,7 +134,7 @@ def test_any_change_to_a_file_of_text_gives_tokens_or_a_named_error(tmp_path):
         read = lambda: train_tokens(Prepared(args, unit_bytes=unit_bytes).source)  # noqa: E731
         return read, [str(tmp_path), "data."]
 
-    fuzz(make, 15)
+    fuzz(make, 8)
 
 
 def test_any_change_to_a_shard_is_named_by_a_run_and_built_again_by_the_next(tmp_path):
@@ -166,7 +166,7 @@ def test_any_change_to_a_shard_is_named_by_a_run_and_built_again_by_the_next(tmp
 
         return read_and_build_again, [str(tmp_path)]
 
-    fuzz(make, 15)
+    fuzz(make, 8)
 
 
 def test_any_change_to_a_tokenizer_gives_ids_of_its_vocabulary_or_a_named_error(tmp_path):
@@ -200,7 +200,7 @@ def test_any_change_to_a_tokenizer_gives_ids_of_its_vocabulary_or_a_named_error(
 
         return use, ["data."]
 
-    fuzz(make, 15)
+    fuzz(make, 8)
 
 
 JSON = [*map(json.dumps, mutation.VALUES), "NaN", "1e999", "[-1]", "[1e3]", "[" * 3000]
@@ -245,7 +245,7 @@ def test_hostile_settings_of_a_program_are_refused_by_key(
         argv = [f"config={config}", *(word for word in argv if word not in in_file)]
         return lambda: main(argv), names
 
-    fuzz(make, 20)
+    fuzz(make, 10)
 
 
 def test_hostile_files_of_prompts_are_refused_by_line(tmp_path):
@@ -262,7 +262,7 @@ def test_hostile_files_of_prompts_are_refused_by_line(tmp_path):
         argv = [f"ckpt={RUN}", f"prompts={path}", "device=cpu", "max_gen_tokens=2"]
         return lambda: generation.main(argv), [f"{path}:"]
 
-    fuzz(make, 20)
+    fuzz(make, 10)
 
 
 def fuzz_files(original, names, folder, programs, *words):
@@ -284,7 +284,7 @@ def fuzz_files(original, names, folder, programs, *words):
             resign(folder)
         return draw.choice(programs), refusal_names
 
-    fuzz(make, 6 * len(names))
+    fuzz(make, 4 * len(names))
 
 
 def export_to(source, out):

@@ -54,7 +54,7 @@ def reference(runs):
             ("muon", (1, 2, 2), pytest.mark.soak),
             ("bf16", ONE, pytest.mark.soak),
             ("bf16", (1, 1, 2), pytest.mark.soak),
-            ("compiled", (1, 2, 2), pytest.mark.soak),
+            ("compiled", (1, 1, 2), pytest.mark.soak),
             ("checkpointed", (1, 1, 2), pytest.mark.soak),
         )
     ],

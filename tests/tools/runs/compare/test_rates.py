@@ -144,7 +144,7 @@ def test_what_is_claimed_of_the_means_of_an_arm_that_rarely_fails_is_of_typical_
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)
-@pytest.mark.parametrize("arms", [3, 5, 10])
+@pytest.mark.parametrize("arms", [3, 10])
 def test_no_design_of_several_arms_claims_over_7_percent(runs, kind, arms):
     """Nor over 10 % with two seeds or where one deviation is a tenth of the others'."""
     rng, draws, worst = np.random.default_rng(arms), 10_000, dict[str, tuple[float, Any]]()
