@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +21,7 @@ from lingua.monitor.metrics import append_line, cut_back
 from lingua.run.files import read_lines
 from tests.locks import hold_lock
 from tests.mistakes import refused
-from tests.programs import python
+from tests.programs import python, wait_for
 from tests.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -237,9 +236,9 @@ def tensors_of(dump_dir: Path) -> str:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("mount", "waits"), [(False, (0.0, 2.9)), (True, (1.3,))])
-def test_a_start_that_is_stopped_and_wakes_up_later_changes_nothing(tmp_path, mount, waits):
-    """Stopped at several moments, and continued while the later one trains or after its end. With
+@pytest.mark.parametrize(("mount", "steps"), [(False, (0, 60)), (True, (30,))])
+def test_a_start_that_is_stopped_and_wakes_up_later_changes_nothing(tmp_path, mount, steps):
+    """Stopped after some steps, and continued while the later one trains or after its end. With
     `mount` the later one has the dump dir on a second mount."""
     folder = tmp_path / "text"
     folder.mkdir()
@@ -247,7 +246,7 @@ def test_a_start_that_is_stopped_and_wakes_up_later_changes_nothing(tmp_path, mo
     (folder / "words.jsonl").write_text("".join(texts))
     alone = train(folder, tmp_path / "alone")
     assert alone.communicate()[1] is None and alone.returncode == 0
-    for i, wait in enumerate(waits):
+    for i, step in enumerate(steps):
         dump_dir, seen = tmp_path / f"run{i}", tmp_path / f"run{i}"
         dump_dir.mkdir()
         if mount:
@@ -257,14 +256,15 @@ def test_a_start_that_is_stopped_and_wakes_up_later_changes_nothing(tmp_path, mo
                 pytest.skip("needs the right to mount")
         first = train(folder, dump_dir, "night")
         try:
-            end = time.monotonic() + 60
-            while not (dump_dir / "starts" / "000001").exists() and time.monotonic() < end:
-                time.sleep(0.01)
-            time.sleep(wait)
+            starts, metrics = dump_dir / "starts", dump_dir / "metrics.jsonl"
+            wait_for((starts / "000001").exists, first)
+            if step:
+                wait_for(metrics.exists, first)
+                wait_for(lambda file=metrics, n=step: file.read_text().count('"loss"') > n, first)
             first.send_signal(signal.SIGSTOP)
             second = train(folder, seen, "night")
             if i % 2:
-                time.sleep(6)
+                wait_for((starts / "000002").exists, second)
                 first.send_signal(signal.SIGCONT)
             said, _ = second.communicate(timeout=120)
             assert second.returncode == 0, said
