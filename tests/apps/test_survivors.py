@@ -251,8 +251,7 @@ def test_an_update_that_is_half_applied_is_not_saved(runs, tmp_path, delay_s):
 
 @pytest.mark.soak
 def test_at_most_the_step_that_was_under_way_is_done_again(runs, tmp_path):
-    """At random moments. A copy of a step whose line is not written is not used, which happens the
-    more often the slower the machine is."""
+    """At random moments. A copy of a step whose line is not written is not used."""
     chance, again = random.Random(1), []
     for i in range(4):
         victim, delay_s = chance.randrange(4), chance.uniform(0, 1)
@@ -262,10 +261,11 @@ def test_at_most_the_step_that_was_under_way_is_done_again(runs, tmp_path):
             where = SETTINGS | {"stop_at": run.saved + 2}
             after = runs.train((1, 1, 1), where, dump_dir=run.dump_dir)
             assert f"what is due after step {run.saved} may not have been written" in after.log
+            again.append(run.last % 5)
         else:
             after = goes_on(runs, run)
             again.append(run.last - run.saved)
         assert after.column("step") == list(range(1, run.saved + 3))
         assert after.state(run.saved + 2)["tensors"] == digest(runs, run.saved + 2)[0]
     print(f"steps done again: {again}")
-    assert not again or median(again) <= 1
+    assert median(again) <= 1
