@@ -137,7 +137,8 @@ def starts_of(app: App, keys: list[str]) -> list[Start]:
     chosen = [(sizes, rows) for sizes, rows in STARTS if has_tp or sizes[2] == 1]
     n = len(chosen)
     if args.end < n:
-        raise UserError(f"stop_at = {args.end}: must be at least {n}, one for each start")
+        key = "steps" if args.end == args.steps else "stop_at"
+        raise UserError(f"{key} = {args.end}: must be at least {n}, one for each start")
     parts = pairwise(args.end * i // n for i in range(n + 1))
     return [Start(*pair, slice(*part)) for pair, part in zip(chosen, parts, strict=True)]
 

@@ -59,7 +59,11 @@ def adapt(built: Built, args: "LoraArgs", dtype: torch.dtype) -> Built:
     `dtype`, which it computes in. Raises UserError where a target is no linear layer."""
     model = built.module
     base = frozenset(name.removeprefix("model.") for name in tensors_of(model))
-    layers = find_modules(model, args.targets)
+    try:
+        layers = find_modules(model, args.targets)
+    except UserError as error:
+        need = "a pattern has as many parts as the name, as layers.*.attention.wq has"
+        raise UserError(f"lora.targets: {error}; {need}") from None
     for name, layer in layers.items():
         if type(layer) is not nn.Linear:
             kind = type(layer).__name__

@@ -343,7 +343,7 @@ def find_base(args: CheckpointArgs, saved: Saved | None, app: App) -> Origin:
     if path is None:
         raise UserError(f"{INIT_FROM}: must be given: the model that {app.path} changes")
     before = saved.config.get(INIT_FROM) if saved is not None else None
-    if isinstance(before, str) and Path(before).is_relative_to(path):
+    if isinstance(before, str) and Path(before).resolve().is_relative_to(Path(path).resolve()):
         path = before
     return Origin(open_source(INIT_FROM, path, app, args.verify, logger.warning))
 

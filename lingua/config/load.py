@@ -268,7 +268,7 @@ def build(cls: Any, given: Values, keys: Keys, report: Report, prefix: str = "")
 # ---- one value
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-_EXAMPLES = {list: " such as [a, b]", dict: " such as {a: 1, b: 2}"}
+_EXAMPLES = {list: ' such as [a, "*.b"]', dict: " such as {a: 1, b: 2}"}
 
 
 def _convert(path: str, given: LocatedValue, kind: Any, optional: bool, report: Report) -> Any:

@@ -33,7 +33,7 @@ def write_samples(run: Run) -> None:
     try:
         # Of the last step, a process that was killed may have left some.
         step, path = run.progress.step, run.args.folder / SAMPLES
-        on_rank_0(partial(cut_back, path, step - 1))
+        on_rank_0(partial(cut_back, path, step - 1, run.report.may_write))
         for name in run.data.held_out:
             pairs = _continue(run, name, N_SAMPLES, SAMPLE_TOKENS)
             run.report.samples(step, name, pairs)

@@ -355,7 +355,9 @@ def state_of(run: Run) -> dict[str, Any]:
 
 def digest(t: Tensor) -> str:
     t = t.detach().contiguous()
-    return hashlib.sha256(repr((t.shape, t.dtype)).encode() + t.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        repr((t.shape, t.dtype)).encode() + t.reshape(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
 
 
 def digests(tensors: dict[str, Tensor]) -> dict[str, str]:

@@ -6,14 +6,21 @@ import signal
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from apps.main import app as main
+from apps.main.train import Objective
 from lingua.base import lock
 from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.saver import Saver
+from lingua.data.loader import MicroBatch
+from lingua.monitor.metrics import append_line
+from lingua.run.files import read_lines
 from lingua.run.start import check_dump_dir
 from tests.apps.runs import train_here
 from tests.apps.test_resume import start
@@ -54,6 +61,28 @@ def test_a_run_has_its_folders_alone_and_ends_when_it_loses_them(runs, tmp_path)
     assert "Traceback" not in said and "stopped by" not in said
     assert n_lines(run) == before[1] and sorted(checkpoints.glob("?" * 10)) == published
     assert text_of(run / "run.lock") == ELSEWHERE and not (checkpoints / "run.lock").exists()
+
+
+class LosesItsFolder(Objective):
+    """In step 2, to a later start, which writes samples of its own."""
+
+    def gradients(self, batch: list[MicroBatch], counts: Tensor) -> tuple[Tensor, Tensor]:
+        if self.run.progress.step == 1:
+            lose(self.run.args.folder / "run.lock")
+            append_line(self.run.args.folder / "samples.jsonl", THEIRS)
+        return super().gradients(batch, counts)
+
+
+THEIRS = {"step": 9, "source": "a", "prompt": "b", "text": "c"}
+
+
+def test_a_run_that_has_lost_its_folder_leaves_the_samples_of_the_later_one(runs, tmp_path):
+    app = replace(main, objective=LosesItsFolder)
+    settings = {"dump_dir": tmp_path / "run", "samples.every": 1, "stop_at": 3}
+    run = runs.train((1, 1, 1), settings, app=app, refused=True)
+    assert "is held by process 5 on node-2 now" in run.error
+    steps = [line["step"] for line in read_lines(tmp_path / "run/samples.jsonl")]
+    assert steps[-1] == 9 and set(steps) == {1, 9}
 
 
 def test_both_folders_of_a_lost_run_are_free_after_one_life_of_a_lock(tmp_path, monkeypatch):

@@ -68,6 +68,7 @@ SOAK: dict[str, dict[str, Any]] = {name: settings for name, (settings, _) in DEF
     "tied": {"model.weight_tying": True} | BF16,
     "grains of a row": {"data.batch_size": 1},
     "one grain": {"data.batch_size": 7},
+    "adapters": BF16,
 }
 
 

@@ -248,6 +248,10 @@ def test_programs_find_the_base_or_name_what_is_wrong_with_it(ranks, runs, based
     assert (moved / "checkpoints/0000000005").is_dir()
     found = found | {"stop_at": 5}
     assert runs.train(TP, found, app=app, dump_dir=run).column("step") == [1, 2, 3, 4, 5]
+    by_a_link = tmp_path / "link"
+    by_a_link.symlink_to(moved)
+    found = found | {"stop_at": 6, "checkpoint.init_from": by_a_link}
+    assert runs.train(ONE, found, app=app, dump_dir=run).column("step")[-1] == 6
     lingua.load(run, device="cpu")
 
 
@@ -319,7 +323,8 @@ def test_what_cannot_have_adapters_is_refused_by_name(
 
     assert "lora.targets: tok_embeddings is Embedding" in error(lora__targets="[tok_embeddings]")
     nearest = 'no module of the model is named layers.0.attention.wx (did you mean "layers.0'
-    assert nearest in error(lora__targets="[layers.0.attention.wx]")
+    assert f"lora.targets: {nearest}" in error(lora__targets="[layers.0.attention.wx]")
+    assert "*.wq; a pattern has as many parts as the name" in error(lora__targets='["*.wq"]')
     none = {"checkpoint.init_from": "null"}
     refused(lambda: arguments(none, app), "checkpoint.init_from", "must be given")
     refused(lambda: arguments(based_alone | {"lora.dropout": 1}, app), "lora.dropout", "below 1")

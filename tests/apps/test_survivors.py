@@ -2,6 +2,7 @@
 goes on from the newest step that is complete in it, and all tensors are to the bit those of a run
 left alone; where none does, or a part cannot be used, it goes on from the last checkpoint."""
 
+import json
 import math
 import os
 import random
@@ -24,6 +25,7 @@ from tests.ranks import free_port
 PROGRAM = """
 import os, pathlib, sys, threading, time
 from apps.main.train import Objective, main
+from lingua.base.errors import UserError
 from lingua.optim import optimizer
 from lingua.parallel.program import run_program
 folder, victims, half, delay_s, *argv = sys.argv[1:]
@@ -36,6 +38,8 @@ def die_in_step_6(self, micro):  # the line of step 5 is written meanwhile
         while lines() < 5:
             time.sleep(0.005)
         time.sleep(0.5)
+        if delay_s == "mistake":
+            raise UserError("a mistake, as this test plants", local=True)
         os.kill(os.getpid(), 9)
     return loss(self, micro)
 def die():
@@ -54,7 +58,7 @@ def update_half(parameters, grads, states, *settings):
     time.sleep(8)
     raise RuntimeError("Connection closed by peer, as this test plants")
 if rank in victims.split(","):
-    if delay_s == "None":
+    if delay_s in ("None", "mistake"):
         Objective.loss = die_in_step_6
     else:
         threading.Thread(target=die, daemon=True).start()
@@ -89,12 +93,14 @@ def killed(
     delay_s: float | None = None,
     half: str = "",
     settings: dict[str, Any] | None = None,
+    mistake: bool = False,
 ) -> Killed:
     """Start a run, kill some ranks in the forward of step 6, or at any moment, `delay_s` after some
-    lines, and wait until the others have ended by an error."""
+    lines, and wait until the others have ended by an error. Or the ranks have a `mistake` there."""
     n, values = math.prod(sizes), SETTINGS | mesh(sizes) | (settings or {})
     values |= {"data.root_dir": runs.text, "dump_dir": folder}
-    words = [str(word) for word in (folder, ",".join(map(str, victims)), half, delay_s)]
+    how = "mistake" if mistake else delay_s
+    words = [str(word) for word in (folder, ",".join(map(str, victims)), half, how)]
     words += [f"{k}={v}" for k, v in values.items()]
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), "OMP_NUM_THREADS": "1"}
@@ -107,7 +113,7 @@ def killed(
                 processes.append(subprocess.Popen(command, env=place, stdout=-3, stderr=err))
         for r, process in enumerate(processes):
             code = process.wait(120)
-            assert code == (-9 if r in victims else 1), files[r].read_text()
+            assert code == ((2 if mistake else -9) if r in victims else 1), files[r].read_text()
     finally:
         for process in processes:
             process.kill()
@@ -178,6 +184,28 @@ def test_a_copy_with_a_damaged_or_missing_part_is_not_published(
     assert after.log.count("what survivors of an earlier start have saved is not used: ") == 1
     assert "published" not in after.log and after.column("step") == [1, 2]
     assert [path.name for path in folder.glob("checkpoints/*")] == ["0000000002"]
+
+
+@pytest.mark.parametrize("settings", [{"validation.every": 5}, {"samples.every": 5}, {}])
+def test_a_copy_is_not_published_where_what_is_due_after_its_step_may_lack(
+    runs, survived, tmp_path, settings
+):
+    folder, step = shutil.copytree(survived.dump_dir, tmp_path / "run"), survived.saved
+    if not settings:  # its own line
+        metrics = folder / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True)
+        metrics.write_text("".join(line for line in lines if json.loads(line)["step"] < step))
+    after = runs.train((1, 1, 1), SETTINGS | {"stop_at": 1} | settings, dump_dir=folder)
+    assert f"what is due after step {step} may not have been written" in after.log
+    assert "published step" not in after.log and after.column("step") == [1]
+
+
+def test_after_a_mistake_on_one_rank_no_copy_is_saved(runs, tmp_path):
+    """The next start would meet it again, and the last checkpoint is as good."""
+    run = killed(runs, tmp_path / "run", (2, 1, 1), [1], mistake=True)
+    assert run.told[1].count("error: a mistake, as this test plants") == 1
+    assert "saved its part" not in "".join(run.told)
+    assert not list(run.dump_dir.glob("checkpoints/*survivors*"))
 
 
 def test_a_copy_that_is_no_newer_than_the_last_checkpoint_is_removed(runs, survived, tmp_path):

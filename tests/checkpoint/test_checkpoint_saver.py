@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lingua.base.errors import UserError
 from lingua.checkpoint.args import CheckpointArgs, SaveEvery
-from lingua.checkpoint.folder import find, read_checkpoint
+from lingua.checkpoint.folder import find, read_checkpoint, unpublished
 from lingua.checkpoint.host_copies import host_memory
 from lingua.checkpoint.retention import mark_file, marks, prune
 from lingua.checkpoint.save import save
@@ -88,6 +88,24 @@ def save_requeued_here(root: Path) -> None:
     ):
         on_rank_0(lambda: saver.claim(root.parent))
         saver.save(1, tensors_on(mesh), STATE, CONFIG)
+
+
+def claim_here(root: Path) -> int:
+    join()
+    with Saver(root, CheckpointArgs()) as saver:
+        saver.claim(root.parent)
+        return saver.start.number
+
+
+def test_what_an_earlier_start_has_not_published_is_of_the_one_that_claims_the_folder(
+    ranks, tmp_path
+):
+    root = tmp_path / "checkpoints"
+    theirs = unpublished(root / f"{7:010d}", 1)
+    theirs.mkdir(parents=True)
+    [number] = ranks.run(1, claim_here, root)
+    [now] = [path.name for path in root.iterdir()]
+    assert number > 1 and now.startswith(f"{7:010d}.tmp-{number}-") and not theirs.exists()
 
 
 def test_a_run_of_a_requeued_job_waits_for_the_one_before(ranks, tmp_path):
