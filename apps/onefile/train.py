@@ -92,7 +92,7 @@ def permuted(k: int, size: int, *key: int | str) -> int:
         if (k := high << n_low | low) < size:
             return k
 
-class Source(NamedTuple):
+class Source(NamedTuple):  # measured: from here to its end, what a study may not change
     name: str
     fingerprint: str  # of its tokens
     tokenizer: dict[str, Any]  # fingerprint, vocab_size, bos_id, eos_id
@@ -182,7 +182,7 @@ def next_document(file: np.ndarray, at: int, eos: int | None) -> int:
         ends = np.flatnonzero(file[first - 1 : min(first + 4095, len(file) - 1)] == eos)
         if len(ends):
             return first + int(ends[0])
-    return at
+    return at  # end of measured
 
 class Rows:
     """The rows of a run. In blocks of positions each source has its exact share to within a row,
@@ -366,7 +366,7 @@ def normal(key: int, shape: torch.Size, std: float) -> Tensor:
 
 CHUNK_BYTES = 1 << 29  # float32 logits at a time: of a large vocabulary they take most memory
 
-def loss_sum(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def loss_sum(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:  # measured
     """Sum of the cross-entropies, float32 [1]: x is B S E, weight vocabulary E, targets B S."""
     size = max(1, CHUNK_BYTES // (4 * len(weight)))
     size = size if size < 128 else size // 128 * 128  # whole tiles of a matrix product
@@ -401,7 +401,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return *(grad.mul_(upstream) for grad in ctx.saved_tensors), None, None
+        return *(grad.mul_(upstream) for grad in ctx.saved_tensors), None, None  # end of measured
 
 # ---------------------------------------------------------------------------------- optimizer
 
@@ -640,21 +640,22 @@ def train(config: dict[str, Any], check_lock: Callable[[], None]) -> int:
     print(stopped or held_out or validate(c, rows, loss_of)[0])
     return 128 + signals[0] if signals else 0
 
-@torch.no_grad()
+@torch.no_grad()  # measured
 def validate(c: Any, rows: Rows, loss_of: Callable[..., Tensor]) -> tuple[str, list[Any]]:
     """The loss on held-out documents of all sources, in words, and a line of metrics for each."""
-    seq_len, limit = c.data.seq_len, c.validation.tokens or c.validation.bytes
+    seq_len, v = c.data.seq_len, c.validation
     nats, n_bytes, n_tokens, lines = 0.0, 0, 0, list[dict[str, Any]]()
     for source in rows.sources:
-        sizes = [n if n and not c.validation.tokens else len(t) for _, n, t in source.held_out]
-        chosen = source.held_out[: int(np.searchsorted(np.cumsum(sizes), limit)) + 1]
+        sizes = [n if n and not v.tokens else len(t) for _, n, t in source.held_out]
+        begins = zip(np.cumsum([0, *sizes]), source.held_out, strict=False)
+        left = [(at, document) for at, document in begins if at >= v.skip]
+        chosen = [document for at, document in left if at - left[0][0] < (v.tokens or v.bytes)]
         known, text = sum(n for _, n, _ in chosen), np.array([h for h, *_ in chosen], "<i8")
         first = [] if source.first is None else [source.first]
-        documents = np.concatenate([first, *(t for *_, t in chosen)]).astype("<i8")
-        if not chosen or (n := len(documents) - 1) < 1:
+        stream = torch.from_numpy(np.concatenate([first, *(t for *_, t in chosen)]).astype("<i8"))
+        if not (chosen and (n := len(stream) - 1)):
             continue
-        stream, size = torch.from_numpy(documents), max(c.data.batch_size, 4096 // seq_len)
-        shape = -1, min(-(-n // seq_len), size), seq_len
+        shape = -1, min(-(-n // seq_len), max(c.data.batch_size, 4096 // seq_len)), seq_len
         rest = (0, -n % (shape[1] * seq_len))
         tokens = F.pad(stream[:-1], rest).view(shape)
         targets = F.pad(stream[1:], rest, value=IGNORE).view(shape)
@@ -669,7 +670,7 @@ def validate(c: Any, rows: Rows, loss_of: Callable[..., Tensor]) -> tuple[str, l
     if not n_tokens:
         return "no document is held out", lines
     per, unit = (n_bytes, "byte") if n_bytes else (n_tokens, "token")
-    return f"held-out {nats / per:.4f} nats/{unit}", lines
+    return f"held-out {nats / per:.4f} nats/{unit}", lines  # end of measured
 
 # ---------------------------------------------------------------------------------- checkpoint
 # A folder a step: DCP's files of model.NAME and optim.STATE.NAME, train_state.json, config.yaml and
@@ -771,9 +772,9 @@ optim: {lr: 4.0e-3, weight_decay: 0.1, beta1: 0.9, beta2: 0.95, epsilon: 1.0e-08
   on_nonfinite: stop, muon: {momentum: 0.95, nesterov: true, ns_steps: 5, rms: 0.2, dtype: bf16}},
 distributed: {spare: false, gpu: null, rendezvous_s: 600.0, timeout_s: 1800.0,
   step_timeout_s: 240.0, grad_sync: null, reshard: always, threads: null, check_every: null,
-  model_dtype: null, matmul_allow_tf32: false},
+  model_dtype: null, matmul_allow_tf32: false}, probe: {every: null},
 checkpoint: {dump: {every: 100, keep: 2, every_minutes: null}, on_error: continue, verify: full},
-validation: {every: 0, bytes: 200000, tokens: null}, probe: {every: null}, logging: {freq: 10},
+validation: {every: 0, bytes: 200000, tokens: null, skip: 0}, logging: {freq: 10},
 profiling: {mem_warmup: 0, mem_steps: 2, profile_warmup: 10, profile_steps: 2}}
 """
 FIXED = """
@@ -799,7 +800,7 @@ CHOICES = {
 TEXT = re.compile(r"run|dump_dir|.*(cache_dir|tokenizer\.\w+|grad_sync|gpu|_dtype)")
 FLOAT = re.compile(r"seconds|.*(multiplier|std|minutes)")
 ANY_NUMBER = re.compile(r"seed|model\.vocab_size|checkpoint\.dump\.(every|keep)")
-MAY_BE_0 = re.compile(r"pr.*|.*(every\w*|workers|warmup|decay|ratio|beta\d|lr|fraction|momentum)")
+MAY_BE_0 = re.compile(r"pr.*|.*(every\w*|skip|workers|warmup|decay|ratio|beta\d|lr|fraction|mom.*)")
 GUARDED = re.compile(r"seed|data\.(content|sources|seq_l|global|add_|tokenizer)|model\.(?!attn)")
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -162,12 +162,13 @@ class ValidationArgs:
     bytes: Free[int] = 500_000
     # as tokens, in place of `bytes`; so began the runs of earlier versions
     tokens: Free[int | None] = None
+    skip: Free[int] = 0  # so many before, bytes or tokens, are left out: then it is another text
     # names of further sources, as in data.sources, whose loss is measured and that are never
     # trained on
     sources: Free[list[str]] = field(default_factory=list)
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 0, "every")
+        yield from bounds(self, 0, "every", "skip")
         yield from bounds(self, 1, "bytes", "tokens")
         for i, name in enumerate(self.sources):
             if not _is_name(name):

@@ -17,7 +17,7 @@ from lingua.base.errors import UserError
 from lingua.base.files import read_bytes
 from lingua.data import IGNORE
 from lingua.data.rows import HeldOut
-from lingua.data.shards import N_KINDS, Source
+from lingua.data.shards import N_KINDS, Budget, Source
 from lingua.data.stream import RowStream
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
 from lingua.tokenizer.library import load_config
@@ -99,12 +99,12 @@ def padding(n: int, vocab_size: int) -> np.ndarray:
 
 
 def held_out_answers(
-    source: Source, seq_len: int, budget: tuple[int, str], splits: Sequence[str] = ("heldout",)
+    source: Source, seq_len: int, budget: Budget, splits: Sequence[str] = ("heldout",)
 ) -> HeldOut:
     """The held-out examples of `source` until `budget` is reached, as held_out_windows
     (lingua.data.sources), in its order. Targets are the answers' tokens, bytes those of their
     text."""
-    documents = source.documents_by_hash(splits, *budget)
+    documents = source.documents_by_hash(splits, budget)
     vocab_size = source.manifest.tokenizer["vocab_size"]
     examples = []
     for i, *where, _, _ in documents.tolist():

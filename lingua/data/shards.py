@@ -28,6 +28,7 @@ SPLITS = ("train", "heldout")
 DOCUMENT_COLUMNS = 3
 MAX_OPEN_FILES = 256  # files a source keeps open
 MIN_HELD_OUT_OF = 10  # different documents of which one is held out at least
+Budget = tuple[int, str] | tuple[int, str, int]  # how many tokens or bytes, after how many others
 N_KINDS = 3  # kinds of tokens in conversations, see lingua.data.chat
 
 
@@ -242,11 +243,10 @@ class Source:
             raise self._lost(name, "does not have the counts of its manifest")
         return table
 
-    def documents_by_hash(self, splits: Sequence[str], budget: int, unit: str) -> np.ndarray:
+    def documents_by_hash(self, splits: Sequence[str], budget: Budget) -> np.ndarray:
         """int64 [documents, 6]: number of the split in `splits`, shard, first token in the file,
         tokens, bytes and hash of the text; in the order of that hash, which depends on nothing but
-        the documents themselves. One at least, and no more once they have `budget` of the `unit`,
-        tokens or bytes."""
+        the documents themselves. One at least, and no more once they have the `budget`."""
         tables = [np.empty((0, 3 + DOCUMENT_COLUMNS), np.int64)]
         for i, split in enumerate(splits):
             for shard in range(len(self.manifest.shards)):
@@ -254,10 +254,12 @@ class Source:
                 first = table[:, 0].cumsum() - table[:, 0]
                 file = np.full((len(table), 2), (i, shard))
                 tables.append(np.column_stack([file, first, table]))
-        documents = np.concatenate(tables)
+        documents, (n, unit, *skip) = np.concatenate(tables), budget
         documents = documents[np.argsort(documents[:, 5], kind="stable")]
         sizes = documents[:, ("tokens", "bytes").index(unit) + 3]
-        return documents[: max(1, int((np.cumsum(sizes) - sizes < budget).sum()))]
+        begins = np.cumsum(sizes) - sizes
+        first = int((begins < sum(skip)).sum())
+        return documents[first:][begins[first:] - begins[first : first + 1] < n]
 
     def document(self, split: str, shard: int, first: int, n: int) -> np.ndarray:
         """Tokens [n] of one document, as `documents_by_hash` locates it."""
@@ -270,8 +272,6 @@ class Source:
         hashes = np.ascontiguousarray(documents[:, 5], "<i8").tobytes()
         return int(documents[:, 4].sum()), hashlib.blake2b(hashes, digest_size=6).hexdigest()
 
-    def window_documents(
-        self, parts: list[np.ndarray], shape: tuple[int, ...]
-    ) -> np.ndarray | None:
+    def window_documents(self, parts: list[np.ndarray], size: tuple[int, ...]) -> np.ndarray | None:
         """`documents` of the HeldOut of `parts`; of shards, a token shows where one begins."""
         return None

@@ -21,7 +21,7 @@ from lingua.data.args import DataArgs, SourceFiles
 from lingua.data.cache import TOKEN_RECORD, current_manifest, shard_folder, shard_spec
 from lingua.data.files import TOKEN_FILES, FilePart, find_files
 from lingua.data.rows import CONTENT, HeldOut, OpenData, document_marks
-from lingua.data.shards import MIN_HELD_OUT_OF, SHARDS_MANIFEST, SPLITS, Manifest, Source
+from lingua.data.shards import MIN_HELD_OUT_OF, SHARDS_MANIFEST, SPLITS, Budget, Manifest, Source
 from lingua.tokenizer.interface import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -70,20 +70,19 @@ class TextData:
         opened = open_sources(args.data, tokenizer, names, ready)
         sources = {name: opened[name] for name in args.data.used_sources()}
         size = args.validation
-        budget = (size.bytes, "bytes") if size.tokens is None else (size.tokens, "tokens")
-        is_text = args.data.chat is None
-        if is_text:
-            windows_of = held_out_windows
-        else:
+        n, unit = (size.bytes, "bytes") if size.tokens is None else (size.tokens, "tokens")
+        windows_of, is_text = held_out_windows, args.data.chat is None
+        if not is_text:
             from lingua.data.chat import ChatRows, held_out_answers
 
             windows_of = held_out_answers
         held_out = {}
         for name, source in opened.items():
             splits = ("heldout",) if name in sources else SPLITS
-            held_out[name] = windows_of(source, args.data.seq_len, budget, splits)
-        for name in [name for name, windows in held_out.items() if not windows.have_text()]:
-            del held_out[name]
+            windows = windows_of(source, args.data.seq_len, (n, unit, size.skip), splits)
+            if windows.have_text():
+                held_out[name] = windows
+                continue
             logger.info(
                 f"no document of {name} is held out, so its loss is not measured: shards built of "
                 f"{MIN_HELD_OUT_OF} different documents hold out one, token files of 50. Text to "
@@ -281,17 +280,17 @@ def _summary(manifest: Manifest, trained_on: bool) -> Iterator[str]:
 
 
 def held_out_windows(
-    source: Source, seq_len: int, budget: tuple[int, str], splits: Sequence[str] = ("heldout",)
+    source: Source, seq_len: int, budget: Budget, splits: Sequence[str] = ("heldout",)
 ) -> HeldOut:
-    """The held-out documents of `source` until `budget` is reached, (number, "tokens" or "bytes"),
-    at least one document if it has any. With SPLITS as `splits`, of all documents.
+    """The held-out documents of `source` until `budget` is reached, at least one if it has any.
+    With SPLITS as `splits`, of all documents.
 
     They are in the order of the hash of their text: a random one, the same for every layout of the
     shards. Every token is a target, the ends of documents included. The first input is the token
     that ends a document, which precedes documents in training too, or else the token that begins
     one; a tokenizer with neither makes the first token an input only.
     """
-    documents = source.documents_by_hash(splits, *budget)
+    documents = source.documents_by_hash(splits, budget)
     special, add_eos = source.manifest.tokenizer, source.manifest.add_eos
     first = special["eos_id"] if add_eos else special["bos_id"]
     parts = [source.document(splits[i], *where) for i, *where, _, _ in documents.tolist()]

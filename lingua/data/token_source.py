@@ -28,6 +28,7 @@ from lingua.data.rows import Documents
 from lingua.data.shards import (
     FORMAT_VERSION,
     SPLITS,
+    Budget,
     Manifest,
     Shard,
     Source,
@@ -249,24 +250,29 @@ class TokenSource(Source):
 
     # ---- documents
 
-    def documents_by_hash(self, splits: Sequence[str], budget: int, unit: str) -> np.ndarray:
+    def documents_by_hash(self, splits: Sequence[str], budget: Budget) -> np.ndarray:
         """As for shards, in the order of a hash of the documents' numbers. Their bytes are those of
         the decoded tokens; none where the tokenizer cannot decode, and `budget` is of tokens."""
         numbers = self._held_out if splits != SPLITS else np.arange(self._units[-1])
         order = np.argsort(_hashes(numbers), kind="stable")
         rows: list[tuple[int, ...]] = []
-        done, column = 0, ("tokens", "bytes").index(unit) + 3
+        n, unit, skip = (*budget, 0)[:3]
+        column = ("tokens", "bytes").index(unit) + 3
         for number in numbers[order]:
             begin, end = self._ranges(np.array([number]))[0].tolist()
             for tokens in self._split(self.tokens(begin, end - begin)):
-                if rows and done >= budget:
+                if n <= 0:
                     return np.array(rows)
                 content = self._text(tokens)
                 text = np.uint64(xxhash.xxh3_64_intdigest(content or tokens.tobytes()))
                 row = 0, 0, begin, len(tokens), len(content), int(text.astype(np.int64))
-                rows.append(row)
                 begin += len(tokens)
-                done += row[column] if content else len(tokens)
+                size = row[column] if content else len(tokens)
+                if skip > 0:
+                    skip -= size
+                else:
+                    rows.append(row)
+                    n -= size
         return np.array(rows, np.int64).reshape(-1, 6)
 
     def _split(self, tokens: np.ndarray) -> list[np.ndarray]:
@@ -297,11 +303,11 @@ class TokenSource(Source):
         n_bytes, text = super().text_of(documents)
         return (n_bytes if self._decodes else None), text
 
-    def window_documents(self, parts: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    def window_documents(self, parts: list[np.ndarray], size: tuple[int, ...]) -> np.ndarray:
         """The document of its window, from 0, of each of the tokens of held-out windows, int64
-        `shape`; `parts` are the documents."""
+        `size`; `parts` are the documents."""
         inputs = np.repeat(np.arange(len(parts)), [len(part) for part in parts])[:-1]
-        index = np.pad(inputs, (0, shape[0] * shape[1] - len(inputs)), mode="edge").reshape(shape)
+        index = np.pad(inputs, (0, size[0] * size[1] - len(inputs)), mode="edge").reshape(size)
         return index - index[:, :1]
 
     def row_documents(self, starts: np.ndarray, length: int) -> np.ndarray:

@@ -71,6 +71,13 @@ def test_the_budget_takes_whole_documents_in_an_order_of_their_own(corpus, tmp_p
     for budget, documents in ((1, 1), (lengths[3], 4), (lengths[3] + 1, 5)):
         windows = held_out_windows(source, 32, (int(budget), "tokens"))
         assert (windows.targets != IGNORE).sum() == lengths[documents - 1]
+        # What a skip of this budget leaves are all the others.
+        rest = held_out_windows(source, 32, (10**9, "tokens", int(budget)))
+        assert (rest.targets != IGNORE).sum() == lengths[-1] - lengths[documents - 1]
+        assert bytes(rest.targets.flat[1:20].tolist()) == texts[documents].encode()[:19]
+        second = held_out_windows(source, 32, (1, "tokens", int(budget)))
+        assert second.n_bytes == len(texts[documents].encode())
+    assert not held_out_windows(source, 32, (1, "tokens", int(lengths[-1]))).have_text()
     # Other files, other shards: the same documents.
     other = tmp_path_factory.mktemp("other")
     write_jsonl(other / "a.jsonl", TEXTS[::-1])

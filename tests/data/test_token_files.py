@@ -132,6 +132,11 @@ def test_rows_documents_and_held_out_text_are_those_of_shards_of_the_same_tokens
     assert windows.n_bytes == sum(len(part) - (part == EOS).sum() for part in measured)
     index = marks.index(np.where(windows.targets == IGNORE, 0, windows.tokens))
     assert np.array_equal(windows.documents, index)
+    for size, skip in ((1, 1), (900, 300)):  # several documents of a block
+        parts = [held_out_windows(source, 9, b) for b in ((skip, "tokens"), (size, "tokens", skip))]
+        both = [part.targets[part.targets != IGNORE] for part in parts]
+        assert np.array_equal(np.concatenate(both), flat[: sum(map(len, both))])
+        assert len(both[0]) >= skip and len(both[1]) >= size
     # Never trained on, a source is measured whole.
     assert held_out_windows(source, SEQ_LEN, (10**9, "bytes"), SPLITS).n_bytes == sum(
         len(text.encode()) for text in TEXTS

@@ -110,11 +110,12 @@ def test_an_end_of_documents_may_have_the_number_0(tmp_path):
 def test_the_run_is_that_of_apps_main_and_each_resumes_the_other(onefile, runs, tmp_path):
     write_plain(tmp_path / "a.bin", tokens_of(120_000))
     settings = settings_of(tmp_path) | {"steps": 6, "stop_at": "null"}
+    settings |= {"validation.tokens": 300, "validation.skip": 500}  # of 2,048
     main, file = runs.train(ONE, settings), onefile.train(settings)
     assert different(results(file), results(main)) == []
     keys = ("source", "nats_per_token", "tokens")
     measured, expected = ([[r[k] for k in keys] for r in run.held_out] for run in (file, main))
-    assert measured[0][::2] == expected[0][::2]
+    assert measured[0][::2] == expected[0][::2] and 300 <= measured[0][2] < 400
     assert measured[0][1] == pytest.approx(expected[0][1], rel=1e-6)
     half = onefile.train(settings | {"stop_at": 3}).copy(tmp_path / "half").dump_dir
     back = runs.train(ONE, settings | {"stop_at": 5}, dump_dir=half)

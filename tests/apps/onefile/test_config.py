@@ -160,6 +160,7 @@ def test_what_may_be_null_or_0_in_apps_main_may_be_here():
         "optim.weight_decay",
         "optim.lr_min_ratio",
         "checkpoint.dump.every",
+        "validation.skip",
     ):
         assert read(f"{key}=0")[key] == 0
 
