@@ -28,6 +28,7 @@ COMMANDS = {
     "runs": ("lingua.tools.commands.runs", "print a table of runs"),
     "report": ("lingua.tools.runs.report.page", "write a page with the curves of runs"),
     "compare": ("lingua.tools.commands.compare", "test whether runs differ beyond chance"),
+    "study": ("lingua.tools.commands.study", "try many changes, with few false discoveries"),
     "audit": ("lingua.tools.commands.audit", "check a run: compute steps again and compare"),
     "check": ("lingua.tools.commands.check", "measure a machine before a run"),
     "plan": ("lingua.tools.plan.make", "estimate memory, traffic and time of a run"),

@@ -97,7 +97,7 @@ def freeze_code(
                 if files:
                     more = f" and {len(files) - MAX_NAMED:,} more" if files[MAX_NAMED:] else ""
                     report(f"untracked files that are {what}: {', '.join(files[:MAX_NAMED])}{more}")
-        _check_imports(root, code, names)
+            _check_imports(root, code, names)
         for name in (CODE, CODE_COMMIT, CODE_DIFF):
             move_away(dump_dir / name)
         write_atomically(dump_dir / CODE_COMMIT, commit)

@@ -80,7 +80,9 @@ def unpaired(arm: Values, base: Values, level: float) -> Estimate | None:
     return Estimate(mean, mean - half, mean + half, math.sqrt(sum(variances)), freedom, level)
 
 
-def anytime_interval(differences: Values, level: float) -> Estimate | None:
+def anytime_interval(
+    differences: Values, level: float, freedom: float = 0, variance: float = 0.0
+) -> Estimate | None:
     """The interval of a confidence sequence of normal differences with unknown deviation: with
     probability `level` those after the first, second, ... pair all contain the true difference, so
     one may look after each pair and stop when zero is excluded. None for fewer than two pairs.
@@ -88,16 +90,18 @@ def anytime_interval(differences: Values, level: float) -> Estimate | None:
     It contains the differences m that a scale-invariant e-value does not refute,
     sqrt(c / (n + c)) * (S / (S - T^2 / (n + c)))^(n / 2) < 1 / (1 - level), with S the sum of
     (x - m)^2, T that of x - m and c = MIXTURE (Wang and Ramdas 2024, Anytime-valid t-tests and
-    confidence sequences for Gaussian means with unknown variance, arXiv 2310.03722).
+    confidence sequences for Gaussian means with unknown variance, arXiv 2310.03722). With a prior
+    of `freedom` degrees, S has freedom * variance besides, and n / 2 is (n + freedom) / 2.
     """
     n = len(differences)
     if n < 2:
         return None
     values = np.array(differences)
     mean, deviation = float(values.mean()), float(values.std(ddof=1))
-    ratio = ((n + MIXTURE) / (MIXTURE * (1 - level) ** 2)) ** (1 / n)
+    ratio = ((n + MIXTURE) / (MIXTURE * (1 - level) ** 2)) ** (1 / (n + freedom))
     rest = 1 - ratio * MIXTURE / (n + MIXTURE)  # none: every difference is still possible
-    half = deviation * math.sqrt((ratio - 1) * (n - 1) / (n * rest)) if rest > 0 else math.inf
+    squares = deviation**2 * (n - 1) + freedom * variance
+    half = math.sqrt(squares * (ratio - 1) / (n * rest)) if rest > 0 else math.inf
     return Estimate(mean, mean - half, mean + half, deviation, n - 1, level)
 
 

@@ -1,0 +1,101 @@
+"""What a study shows: a line for a try, a table of all, and the same for programs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from lingua.base.format import align, counted, short_time
+from lingua.tools.study.ledger import Line
+from lingua.tools.study.study import Study
+
+
+def change_of(line: Line) -> str:
+    """What a try changes, in a few words."""
+    more = f" and {len(line['files']) - 2} more" if line["files"][2:] else ""
+    code = [f"code: {', '.join(line['files'][:2])}{more}"] if line["files"] else []
+    return " ".join([*line["changes"], *code])
+
+
+def difference_of(study: Study, line: Line) -> str:
+    runs = study.ledger.of("run")
+    unit = runs[0]["measure"].replace("_", " ") if runs else ""
+    return f"{line['mean']:.3g} {unit} ({line['low']:.3g} to {line['high']:.3g})"
+
+
+def verdict_of(study: Study, line: Line) -> str:
+    """What became of a try."""
+    if (v := study.verdict(line["try"])) is None:
+        looks = study.ledger.of("look", **{"try": line["try"]})
+        pairs = counted(looks[-1]["pairs"] if looks else 0, "pair")
+        return f"not decided, {pairs} so far; the same command goes on"
+    if v["verdict"] == "same":
+        low, median, high = (v["speed"][i] for i in (0, len(v["speed"]) // 2, -1))
+        speed = f"{median:.3g} times as fast ({low:.3g} to {high:.3g})"
+        return f"the same to the bit in {v['steps']} steps, {speed}; kept"
+    if v["verdict"] != "kept":
+        return f"{v['reason']}; {v['verdict']}"
+    spent = f"{v['pairs']} pairs, {short_time(v['seconds'])}"
+    text = f"better by {difference_of(study, v)}, {spent}; kept provisionally"
+    return "; ".join([text, *v["notes"]])
+
+
+def confirmation(study: Study, line: Line) -> str:
+    tries = f"tries {', '.join(map(str, line['tries']))} together"
+    if line["reason"]:
+        return f"{tries}: {line['reason']}; not confirmed"
+    how = f"{line['pairs']} fresh pairs on the sealed text, reading {line['reading']} of it"
+    over = f"the provisional estimates add up to {line['provisional']:.3g}, which overstates"
+    return f"{tries}: {line['verdict']}, better by {difference_of(study, line)}, {how}; {over}"
+
+
+def rule(test: dict[str, Any] | None) -> Iterator[str]:
+    """What was fixed before the first run of a try."""
+    if test is not None:
+        size, prior = test["margin"] or test["effect"], f"{test['variance'] ** 0.5:.3g}"
+        yield (
+            f"  rule: kept at e = {test['needed']:.4g}, as number {test['number']} of the series; "
+            f"dropped where mean and 0.84 standard errors are below half of {size:g}, or after "
+            f"{test['max_pairs']} pairs; "
+            + (f"deviation {prior} by earlier tries" if test["freedom"] else "no prior")
+        )
+
+
+def lines(study: Study, verb: str, line: Line | None) -> Iterator[str]:
+    """The text of a verb's result; without a `line` it is not decided."""
+    if verb == "try":
+        [tried] = study.ledger.of("try", **{"try": (line or {})["try"]})
+        yield f"try {tried['try']}: {change_of(tried)}: {verdict_of(study, tried)}"
+        yield from rule(tried["test"])
+    elif verb == "confirm":
+        yield confirmation(study, line) if line else "not confirmed yet; the same command goes on"
+    elif verb == "adopt":
+        number = len(study.ledger.of("base")) - 1
+        diff = study.folder / f"base{number}.diff"
+        yield f"base {number}: tries {', '.join(map(str, (line or {})['tries']))} are in it"
+        yield f"  config  {study.folder / f'base{number}.yaml'}"
+        if diff.stat().st_size:
+            yield f"  code    git apply {diff}, unless the checkout has it, and commit"
+    else:
+        yield from table(study)
+
+
+def table(study: Study) -> Iterator[str]:
+    s, n = study.settings, len(study.ledger.lines)
+    yield f"effect {s['effect']:g}, error {s['error']:g}, open text {s['open']:,}; {n} lines"
+    for number, base in enumerate(study.ledger.of("base")):
+        has = f": tries {', '.join(map(str, base['tries']))}" * bool(base["tries"])
+        rows = [[f"base {number}{has}", "", ""]]
+        for t in study.ledger.of("try", base=base["arm"]):
+            why = f" ({t['why']})" * bool(t["why"])
+            rows.append([f"  try {t['try']}", change_of(t) + why, verdict_of(study, t)])
+        yield from align(rows, left=3)
+    yield from (confirmation(study, line) for line in study.ledger.of("sealed"))
+    yield from (f"PROBLEM: {problem}" for problem in study.ledger.problems)
+
+
+def as_json(study: Study, verb: str, line: Line | None) -> dict[str, Any]:
+    """The same for programs."""
+    if verb in ("new", "show"):
+        kinds = ("study", "base", "try", "verdict", "sealed")
+        parts = {kind: study.ledger.of(kind) for kind in kinds}
+        return {**parts, "problems": study.ledger.problems}
+    return {"text": next(lines(study, verb, line)), "result": line}
