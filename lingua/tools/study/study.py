@@ -7,20 +7,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from lingua.app import choose_app, main_program
+from lingua.app import main_program
 from lingua.base.errors import UserError
-from lingua.checkpoint.run_config import load_run
+from lingua.data.args import DataArgs, ValidationArgs
 from lingua.data.sources import TextData
 from lingua.run.receipt import hash_of
 from lingua.run.records import Record
 from lingua.tokenizer.build import build_tokenizer
+from lingua.tools.arguments import load_data
 from lingua.tools.runs.compare.differences import first_differences
 from lingua.tools.runs.compare.statistics import paired
 from lingua.tools.slurm.command_line import split_arguments
@@ -344,20 +345,25 @@ def new_study(folder: Path, args: Any, words: Sequence[str]) -> Study:
         raise
 
 
+@dataclass
+class TextArgs:
+    seed: int = 0
+    app: str | None = None
+    data: DataArgs = field(default_factory=DataArgs)
+    validation: ValidationArgs = field(default_factory=ValidationArgs)
+
+
 def check_sealed(apps: Sequence[str], config: Mapping[str, Any]) -> int:
     """Bytes, or tokens, of the held-out text that tries see. Tokenizes what is not yet. Raises
     UserError where a source has no text behind it, to seal."""
-    groups = ("data", "model", "validation")
-    known = {key: value for key, value in config.items() if key.partition(".")[0] in groups}
+    known = {key: config[key] for key in config if re.match(r"(data|validation)\.", key)}
     size = config["validation.tokens"] or config["validation.bytes"]
     known |= {"validation.skip": size, "data.batch_size": 1, "data.global_batch_size": 1}
     words = [*apps, *(f"{key}={json.dumps(value)}" for key, value in known.items())]
-    app = choose_app(words)
+    app, args = load_data(TextArgs, words, None)
     if app.objective is not None or config["validation.skip"]:
-        raise UserError(
-            f"{app.path}: a study needs the losses of apps.main, and no validation.skip"
-        )
-    args, _ = load_run(app, words)
+        need = "a study needs the losses of apps.main, and no validation.skip"
+        raise UserError(f"{app.path}: {need}")
     data, tokenizer = app.data or TextData(), build_tokenizer(args.data.tokenizer)
     data.prepare(args, tokenizer, lambda line: print(line, file=sys.stderr))
     left = data.open(args, tokenizer).held_out
