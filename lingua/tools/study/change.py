@@ -135,8 +135,7 @@ def read_config(study: Path, code: str, script: str, ranks: int, words: Sequence
     env = environment(study, code)
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
-        before, mark, mistake = done.stderr.rpartition("error: ")
-        raise UserError((mistake if mark else before[-2000:]).strip())
+        raise UserError(done.stderr.rpartition("error: ")[2][-2000:].strip())
     config = flat(yaml.safe_load(done.stdout.rpartition("---\n")[2]))
     return {key: value for key, value in config.items() if key not in NAMES}
 

@@ -151,7 +151,10 @@ def result_of(run: Path, why: str | None, final: bool, measured: bool) -> Line |
             return {**known, "loss": float(losses[-1]) if measured else None, "failed": ""}
         why = "its held-out loss is not finite" if has_loss else "it has no held-out loss"
     if not why:
-        why = str(newest.get("error") or "".join(line for line, _ in errors_of(run, "")[-1:]))
+        logs = sorted(run.rglob("stderr.log"), key=lambda log: log.stat().st_mtime)
+        printed = "" if newest or not logs else logs[-1].read_text(errors="replace").strip()
+        errors = [printed.rpartition("\n")[2], *(line for line, _ in errors_of(run, ""))]
+        why = str(newest.get("error") or errors[-1])
         if not why and not final:
             return None
         why = why or "was stopped or killed again and again"
