@@ -1,10 +1,11 @@
 """What a study shows: a line for a try, a table of all, and the same for programs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from lingua.base.format import align, counted, short_time
-from lingua.tools.study.ledger import Line
+from lingua.tools.study.ledger import LEDGER, Line
 from lingua.tools.study.study import Study
 
 
@@ -81,15 +82,32 @@ def lines(study: Study, verb: str, line: Line | None) -> Iterator[str]:
 def table(study: Study) -> Iterator[str]:
     s, n = study.settings, len(study.ledger.lines)
     yield f"effect {s['effect']:g}, error {s['error']:g}, open text {s['open']:,}; {n} lines"
-    for number, base in enumerate(study.ledger.of("base")):
-        has = f": tries {', '.join(map(str, base['tries']))}" * bool(base["tries"])
-        rows = [[f"base {number}{has}", "", ""]]
-        for t in study.ledger.of("try", base=base["arm"]):
-            why = f" ({t['why']})" * bool(t["why"])
-            rows.append([f"  try {t['try']}", change_of(t) + why, verdict_of(study, t)])
-        yield from align(rows, left=3)
+    yield from align(rows_of(study), left=3)
     yield from (confirmation(study, line) for line in study.ledger.of("sealed"))
     yield from (f"PROBLEM: {problem}" for problem in study.ledger.problems)
+
+
+def rows_of(study: Study) -> list[list[str]]:
+    """A row for each base and try."""
+    rows = [["", "change", "verdict"]]
+    for number, base in enumerate(study.ledger.of("base")):
+        has = f"tries {', '.join(map(str, base['tries']))}" * bool(base["tries"])
+        rows.append([f"base {number}", has, ""])
+        for t in study.ledger.of("try", base=base["arm"]):
+            why = f" ({t['why']})" * bool(t["why"])
+            rows.append([f"try {t['try']}", change_of(t) + why, verdict_of(study, t)])
+    return rows
+
+
+def studies_in(folders: Sequence[str]) -> list[tuple[str, list[list[str]]]]:
+    """(title, rows) of each folder that is a study, for the page of lingua report."""
+    studies = [Study(Path(folder)) for folder in folders if (Path(folder) / LEDGER).exists()]
+    shown = []
+    for study in studies:
+        sealed = [["confirmed", "", confirmation(study, x)] for x in study.ledger.of("sealed")]
+        wrong = [["problem", "", problem] for problem in study.ledger.problems]
+        shown.append((f"Study {study.folder.name}", [*rows_of(study), *sealed, *wrong]))
+    return shown
 
 
 def as_json(study: Study, verb: str, line: Line | None) -> dict[str, Any]:

@@ -229,6 +229,7 @@ function showCode(content) {
 
 function showTables(content) {
   const show = (title, rows) => { if (rows.length) section(title, table(rows, title)); };
+  for (const [title, rows] of content.studies ?? []) show(title, rows);
   show("Runs", content.overview);
   show("What differs in their configs", content.configs);
   show("Benchmarks, newest scores", content.scores);

@@ -78,9 +78,10 @@ def _write(folders: list[str], args: ReportArgs) -> str:
     # Imported here, since --help needs no numpy.
     from lingua.tools.runs.records import open_runs
     from lingua.tools.runs.report.content import page_content
+    from lingua.tools.study.show import studies_in
 
     records = open_runs(folders)
-    content = page_content(records, args.watch)
+    content = page_content(records, args.watch) | {"studies": studies_in(folders)}
     page, out = build_page(content), Path(args.out)
     try:
         write_atomically(out, page)
