@@ -23,6 +23,7 @@ from lingua.base.files import temporary
 from lingua.run.files import flat
 from lingua.tools.slurm.freeze import freeze_code
 
+BASE = "base.yaml"  # the config of the first base, which all command lines begin with
 CODES = "codes"  # folder of a study: copies of code by their hash
 NOT_CODE = re.compile(r"(docs|tests|\.git[^/]*|\.ci)/.*|.*\.md|.*__pycache__/.*")
 # What a run is measured by, as files, and as lines of the others.
@@ -128,12 +129,14 @@ def difference(study: Path, base: str, code: str) -> bytes:
     return shown
 
 
-def read_config(study: Path, code: str, script: str, ranks: int, words: Sequence[str]) -> dict:
+def read_config(
+    study: Path, code: str, script: str, ranks: int, words: Sequence[str], cwd: str
+) -> dict[str, Any]:
     """{"optim.lr": 0.001, ...}: the config of a command line as that code reads it, without NAMES.
     Raises UserError."""
     command = [sys.executable, "-c", READ, script, str(ranks), *words]
     env = environment(study, code)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(done.stderr.rpartition("error: ")[2][-2000:].strip())
     config = flat(yaml.safe_load(done.stdout.rpartition("---\n")[2]))

@@ -2,6 +2,7 @@
 much space, and read."""
 
 import math
+import re
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from lingua.parallel.slurm import run_slurm
 from lingua.run.records import Record
 from lingua.tools.runs.held_out import heldout
 from lingua.tools.slurm.status import ENDED, errors_of, job_states
-from lingua.tools.study.change import environment
+from lingua.tools.study.change import BASE, environment
 from lingua.tools.study.ledger import Line
 
 POLL_S = 0.5
@@ -44,12 +45,14 @@ def run_all(
     _kill(_processes(root))  # of a study that was killed
     words = [f"name={study.name}-{arm['label']}", f"dump_dir={root}", "dirs_exists_ok=true"]
     words += [f"sweep.seed={','.join(map(str, seeds))}"]
-    command = [sys.executable, "-m", "lingua", "stool", *settings["job"], *arm["words"], *words]
+    words = [f"config={study / BASE}", *arm["words"], *words]
+    command = [sys.executable, "-m", "lingua", "stool", *settings["job"], *words]
     env = environment(study, arm["code"])
     limits = settings["minutes_per_run"], settings["gib_per_run"]
     with StopRequest() as stop, (root / LAUNCH_LOG).open("ab") as log:
         if not _is_queued(root):  # jobs go on without the study
             options: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            options["cwd"] = settings["cwd"]
             with subprocess.Popen(command, env=env, start_new_session=True, **options) as process:
                 while process.poll() is None:
                     if stop.signal is not None:
@@ -114,12 +117,11 @@ def _size(run: Path) -> int:
 def _processes(place: Path) -> list[Any]:
     """The processes that write to a dump dir or below a folder, by their arguments."""
     psutil = import_optional("psutil", "lingua study")
-    starts = f"config={place}/", f"dump_dir={place}/", f"{place}/"
+    named = re.compile(rf'(config|dump_dir)="?{re.escape(str(place))}(["/].*)?')
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if f"dump_dir={place}" in (words := process.info["cmdline"] or [])
-        or any(word.startswith(starts) for word in words)
+        if any(map(named.fullmatch, process.info["cmdline"] or []))
     ]
 
 

@@ -1,13 +1,14 @@
 """A study: a base, the tries against it, and what is known of them, all of it from the ledger."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from lingua.tools.study.ledger import LEDGER, Ledger, Line
 from lingua.tools.study.rule import LEVEL, MIN_PAIRS, Test, look, next_test
 from lingua.tools.study.runs import result_of, run_all, run_of
 
-BASE = "base.yaml"  # the config of the first base
 CONFIRM_SEED = 1_000_000  # seeds of confirmations, and their distance
 SAME_SEEDS = 3  # runs of each side that show a change to change nothing, in turns
 MAX_STARTS = 3  # of a run that something outside stops, before it counts as failed
@@ -52,6 +52,8 @@ class Study:
         self.folder = folder.absolute()
         self.ledger = Ledger(self.folder)
         self.settings = self.ledger.lines[0]
+        if not Path(self.settings["cwd"]).is_dir():  # it was moved, or is another machine's
+            self.settings = self.settings | {"cwd": os.getcwd()}
         self._left, self._end = pairs, None if minutes is None else time.monotonic() + 60 * minutes
 
     def report(self, text: str) -> None:
@@ -83,7 +85,8 @@ class Study:
         It may have been known by another label; with a `salt` it shares its runs with no other.
         Raises UserError."""
         s = self.settings
-        config = change.read_config(self.folder, code, s["script"], s["ranks"], words)
+        line = [f"config={self.folder / change.BASE}", *words]
+        config = change.read_config(self.folder, code, s["script"], s["ranks"], line, s["cwd"])
         keys = {} if base is None else change.changed_keys(base["config"], config)
         key = hash_of({"code": code, "config": config, "salt": salt})
         if not self.ledger.of("arm", key=key):
@@ -165,6 +168,12 @@ class Study:
         else:
             apps = [word.removeprefix("app=") for word in changes if word.startswith("app=")]
             code = change.copy_of_checkout(self.folder, [s["script"], *apps])
+        earlier = [self.arm(line["arm"])["code"] for line in self.ledger.of("base")]
+        if code in earlier and code != base["code"]:
+            n = len(earlier) - 1
+            raise UserError(
+                f"the checkout lacks what base {n} has: git apply {self.folder}/base{n}.diff"
+            )
         files = change.changed_files(self.folder, base["code"], code)
         arm, keys = self.make_arm(f"try{number}", code, [*base["words"], *changes], base=base)
         if arm == base:
@@ -319,25 +328,27 @@ def new_study(folder: Path, args: Any, words: Sequence[str]) -> Study:
     folder = folder.absolute()
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: exists; a study needs a folder of its own")
-    names = {field.name for field in fields(JobArgs)}
-    job_words = [word for word in words if re.split(r"[.=]", word)[0] in names]
-    run_words = [word for word in words if word not in job_words]
-    job, _, sweep = split_arguments(["launcher=local", *job_words, *run_words])
+    job, run_words, sweep = split_arguments([*words])
     if sweep or job.launcher == "print":
         raise UserError("sweep and launcher=print are not for a study")
     apps = [word for word in run_words if word.startswith("app=")]
-    settings = asdict(args) | {"job": ["launcher=local", *job_words], "at_once": job.at_once or 1}
+    given = {key: value for key, value in asdict(job).items() if value != getattr(JobArgs(), key)}
+    if not any(word.startswith("launcher=") for word in words):
+        given["launcher"] = "local"
+    settings = asdict(args) | {"at_once": job.at_once or 1}
+    settings["job"] = [f"{key}={json.dumps(value)}" for key, value in given.items()]
     settings |= {"script": job.script or main_program(), "ranks": job.nodes * job.ngpu}
+    settings["cwd"] = os.getcwd()  # which paths of the config may refer to
     (folder / change.CODES).mkdir(parents=True, exist_ok=True)
     try:
         modules = [settings["script"], *(word.removeprefix("app=") for word in apps)]
         code = change.copy_of_checkout(folder, modules)
-        config = change.read_config(folder, code, modules[0], settings["ranks"], run_words)
-        (folder / BASE).write_text(yaml.safe_dump(config, sort_keys=False))
+        config = change.read_config(folder, code, modules[0], settings["ranks"], run_words, ".")
+        (folder / change.BASE).write_text(yaml.safe_dump(config, sort_keys=False))
         (folder / LEDGER).touch()
         Ledger(folder).append("study", **settings, open=check_sealed(apps, config))
         study = Study(folder)
-        arm, _ = study.make_arm("base0", code, [*apps, f"config={folder / BASE}"])
+        arm, _ = study.make_arm("base0", code, apps)
         study.ledger.append("base", arm=arm["key"], after=0, tries=[])
         return study
     except BaseException:

@@ -230,7 +230,8 @@ def test_the_change_is_what_differs_in_the_checkout(text, tmp_path, checkout):
     assert "changes nothing" in call("try", study, code=2, cwd=checkout)
     schedule = checkout / "lingua/optim/schedule.py"
     schedule.write_text(schedule.read_text().replace("return ", "return 8 * ", 1))
-    edit(checkout / "lingua/model/head.py", '"""', '"""Changed. ')
+    head = checkout / "lingua/model/head.py"
+    head.write_text(f"# changed\n{head.read_text()}")
     assert "lingua/model/head.py" in call("try", study, code=2, cwd=checkout)
     subprocess.run(["git", "checkout", "-q", "lingua/model/head.py"], cwd=checkout, check=True)
     line = call("try", study, cwd=checkout)
