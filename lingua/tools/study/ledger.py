@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from lingua.base.errors import UserError
 from lingua.base.files import append_whole, load_json, read_bytes, write_atomically
 from lingua.base.lock import Lock, exclusive
@@ -74,12 +76,11 @@ class Ledger:
             self._lock.check()
         now = datetime.now(UTC).isoformat(timespec="seconds")
         previous = self.lines[-1]["hash"] if self.lines else ""
-        line: Line = json.loads(
-            json.dumps({"kind": kind, **values, "at": now, "previous": previous})
-        )
+        values = {"kind": kind, **values, "at": now, "previous": previous}
+        line: Line = orjson.loads(orjson.dumps(values))  # as it is read: infinity is null
         line["hash"] = hash_of(line)
         try:
-            append_whole(self.path, json.dumps(line).encode() + b"\n")
+            append_whole(self.path, orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
             head = {"lines": len(self.lines) + 1, "hash": line["hash"]}
             write_atomically(self.folder / HEAD, json.dumps(head))
         except OSError as error:

@@ -1,6 +1,7 @@
 """The ledger of a study: it only grows, and what was changed, removed or added by hand is found."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,9 @@ def test_what_is_read_is_what_was_written(ledger):
     again = Ledger(ledger.folder)
     assert again.lines == ledger.lines and again.problems == []
     assert [line["try"] for line in again.of("try")] == [0, 1, 2, 3]
+    with again.writing(print):
+        line = again.append("look", high=math.inf, low=math.nan)
+    assert line["high"] is line["low"] is None and Ledger(ledger.folder).lines[-1] == line
     assert again.of("try", **{"try": 2})[0]["keys"] == {"optim.lr": [1e-3, 0.1 + 0.2]}
 
 
@@ -39,7 +43,7 @@ def test_what_is_read_is_what_was_written(ledger):
 def test_a_line_that_was_changed_or_removed_is_found_and_nothing_is_added_to_it(ledger, at):
     path = ledger.folder / LEDGER
     lines = path.read_text().splitlines(keepends=True)
-    changed = lines[at].replace('"kind": "', '"kind": "x')
+    changed = lines[at].replace('"kind":"', '"kind":"x')
     for text in (lines[:at] + lines[at + 1 :], [*lines[:at], changed, *lines[at + 1 :]]):
         path.write_text("".join(text))
         assert problems(ledger.folder)
@@ -71,12 +75,12 @@ def test_a_kill_between_two_writes_leaves_a_ledger_that_goes_on(ledger):
     head.write_bytes(before)  # killed before the head was written
     assert not problems(ledger.folder)
     whole = path.read_bytes()
-    path.write_bytes(whole + b'{"kind": "ru')  # the power failed
+    path.write_bytes(whole + b'{"kind":"ru')  # the power failed
     assert not problems(ledger.folder)
     again = Ledger(ledger.folder)
     with again.writing(print):
         again.append("run")
-    assert path.read_bytes().startswith(whole + b'{"kind": "run"') and not problems(ledger.folder)
+    assert path.read_bytes().startswith(whole + b'{"kind":"run"') and not problems(ledger.folder)
     with again.writing(print):  # two lines behind the head: one was added by hand
         again.append("run")
     head.write_bytes(before)
