@@ -299,11 +299,11 @@ class Objective:
             with self.run.report.paused(), evaluating(self.run.model):
                 self._measure(None)
 
-    def _measure(self, report: Reporter | None) -> float | None:
+    def _measure(self, report: Reporter | None) -> float | None:  # measured
         run, data, step = self.run, self.run.args.data, self.run.progress.step
         how = data.batch_size, data.n_views - 1, run.mesh, self.marks, step, self.prepared
 
         def measure(windows: HeldOut) -> dict[str, float]:
             return validate(run.model, self.loss, windows, *how, first=report is None)
 
-        return measure_sources(measure, run.data.held_out, report, step)
+        return measure_sources(measure, run.data.held_out, report, step)  # end of measured

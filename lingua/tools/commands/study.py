@@ -76,8 +76,12 @@ def main(argv: Sequence[str]) -> None:
     others = [word for word in words if word.partition("=")[0] not in names]
     args: Any
     args, _ = load(cls, [word for word in words if word not in others])
-    if others and verb not in ("new", "try"):
-        raise UserError(f"{others[0]}: unknown key of study {verb}")
+    known = ("pairs", "minutes") if verb == "confirm" else ()
+    for word in words if verb not in ("new", "try") else ():
+        if word.partition("=")[0] not in known:
+            raise UserError(
+                f"{word}: unknown key of study {verb}; must be {' or '.join(known) or 'left out'}"
+            )
     # Imported here, since --help needs no numpy.
     from lingua.tools.study.runs import Interrupted
     from lingua.tools.study.show import as_json, lines
@@ -90,9 +94,12 @@ def main(argv: Sequence[str]) -> None:
         else:
             study = Study(Path(folders[0]), args.pairs, args.minutes)
         if verb in ("try", "confirm", "adopt"):
+            code_of = args.patch  # the checkout as it is now, however long others write
+            if verb == "try" and code_of is None:
+                code_of = study.copy_checkout(others)
             with study.ledger.writing(study.report):
                 if verb == "try":
-                    line = study.open_try(args.claim, others, args.patch, args.why)
+                    line = study.open_try(args.claim, others, code_of, args.why)
                     line = study.decide(line)
                 else:
                     line = study.confirm() if verb == "confirm" else study.adopt()

@@ -29,7 +29,7 @@ NOT_CODE = re.compile(r"(docs|tests|\.git[^/]*|\.ci)/.*|.*\.md|.*__pycache__/.*"
 # What a run is measured by, as files, and as lines of the others.
 MEASURE = re.compile(
     r"lingua/(tokenizer|tools/(prepare|study))/.*|lingua/tools/commands/study\.py"
-    r"|lingua/data/(rows|sources|shards|chat|token_\w+)\.py|lingua/monitor/(held_out|means)\.py"
+    r"|lingua/data/(rows|sources|shards|chat|token_\w+)\.py|lingua/monitor/(held_out|means|metrics|reporter)\.py"
     r"|lingua/model/head\.py|lingua/tools/runs/held_out\.py|apps/onefile/run\.py"
 )
 MEASURED = re.compile(rb"[^\n]*# measured\b.*?# end of measured\n", re.DOTALL)
@@ -66,7 +66,9 @@ def patched(study: Path, base: str, patches: Sequence[Path]) -> str:
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(new.parent)}
     try:
         for patch in patches:
-            command = ["git", "apply", "--whitespace=nowarn", str(patch.absolute())]
+            command = ["git", "apply", "--whitespace=nowarn"]
+            command += [f"--exclude={name}" for name in ("docs/*", "tests/*", "*.md")]
+            command.append(str(patch.absolute()))
             done = subprocess.run(command, cwd=new / CODE, env=env, capture_output=True, text=True)
             if done.returncode:
                 why = done.stderr.strip()
@@ -79,7 +81,11 @@ def patched(study: Path, base: str, patches: Sequence[Path]) -> str:
 
 
 def _keep(new: Path) -> str:
-    """Name a copy of code by its hash, or remove it where there is one of this hash."""
+    """Name a copy of code by its hash, or remove it where there is one of this hash. What does not
+    count is not kept."""
+    for path in [path for path in (new / CODE).rglob("*") if path.is_file()]:
+        if NOT_CODE.fullmatch(path.relative_to(new / CODE).as_posix()):
+            path.unlink()
     content = repr(sorted(files_of(new / CODE).items()))
     name = hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
     if new.with_name(name).exists():
@@ -95,7 +101,6 @@ def files_of(code: Path) -> dict[str, str]:
     return {
         name: hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
         for name, path in files.items()
-        if not NOT_CODE.fullmatch(name)
     }
 
 
@@ -121,7 +126,9 @@ def changed_files(study: Path, base: str, code: str) -> list[str]:
 def difference(study: Path, base: str, code: str) -> bytes:
     """What `git apply` in the base's code changes into the other."""
     sides = [f"{CODES}/{name}/{CODE}" for name in (base, code)]
-    command = ["git", "diff", "--no-index", "--binary", "--no-color", *sides]
+    # Whatever the user's git is set to.
+    options = ("--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
+    command = ["git", "diff", "--no-index", "--binary", *options, *sides]
     shown = subprocess.run(command, cwd=study, capture_output=True, check=False).stdout
     for side in sides:
         for letter in "ab":

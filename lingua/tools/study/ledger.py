@@ -68,6 +68,8 @@ class Ledger:
             if self._torn:
                 with open(self.path, "r+b") as file:
                     file.truncate(file.seek(0, 2) - len(self._torn))
+            if self.lines:
+                self._write_head()  # an earlier process may have been killed before it did
             yield
 
     def append(self, kind: str, **values: Any) -> Line:
@@ -81,12 +83,18 @@ class Ledger:
         line["hash"] = hash_of(line)
         try:
             append_whole(self.path, orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
-            head = {"lines": len(self.lines) + 1, "hash": line["hash"]}
-            write_atomically(self.folder / HEAD, json.dumps(head))
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written: {error}") from None
         self.lines.append(line)
+        self._write_head()
         return line
+
+    def _write_head(self) -> None:
+        head = {"lines": len(self.lines), "hash": self.lines[-1]["hash"]}
+        try:
+            write_atomically(self.folder / HEAD, json.dumps(head))
+        except OSError as error:
+            raise UserError(f"{self.folder / HEAD}: cannot be written: {error}") from None
 
     def of(self, kind: str, **values: Any) -> list[Line]:
         """The lines of a kind that have these values."""

@@ -135,10 +135,11 @@ def _kill(processes: Sequence[Any]) -> None:
                     each.kill()
 
 
-def result_of(run: Path, why: str | None, final: bool, measured: bool) -> Line | None:
+def result_of(run: Path, why: str | None, starts: int, measured: bool) -> Line | None:
     """What became of a run: its last held-out loss, where it was to be `measured`, and the hash of
-    that text, or why it `failed`, which `why` may tell. None where something outside has stopped or
-    killed it, unless this is `final`."""
+    that text, or why it `failed`, which `why` may tell. None where it is to be started again: once
+    after a failure, twice where something outside has stopped or killed it. Raises UserError where
+    the disk is full, which is no fault of a change."""
     record = Record(run)
     newest, tokens = record.newest, record.metrics.numbers("tokens")
     per_byte = any(c.has("nats_per_byte") for c in record.validation.values())
@@ -157,7 +158,9 @@ def result_of(run: Path, why: str | None, final: bool, measured: bool) -> Line |
         printed = "" if newest or not logs else logs[-1].read_text(errors="replace").strip()
         errors = [printed.rpartition("\n")[2], *(line for line, _ in errors_of(run, ""))]
         why = str(newest.get("error") or errors[-1])
-        if not why and not final:
+        if "No space left" in why or "quota" in why:
+            raise UserError(f"{run}: {why}")
+        if starts < (2 if why else 3):
             return None
         why = why or "was stopped or killed again and again"
     step = newest.get("step", 0)

@@ -19,7 +19,8 @@ def change_of(line: Line) -> str:
 def difference_of(study: Study, line: Line) -> str:
     runs = study.ledger.of("run")
     unit = runs[0]["measure"].replace("_", " ") if runs else ""
-    return f"{line['mean']:.3g} {unit} ({line['low']:.3g} to {line['high']:.3g})"
+    low, high = (f"{x:.3g}" if x is not None else "?" for x in (line["low"], line["high"]))
+    return f"{line['mean']:.3g} {unit} ({low} to {high})"
 
 
 def verdict_of(study: Study, line: Line) -> str:
@@ -116,4 +117,8 @@ def as_json(study: Study, verb: str, line: Line | None) -> dict[str, Any]:
         kinds = ("study", "base", "try", "verdict", "sealed")
         parts = {kind: study.ledger.of(kind) for kind in kinds}
         return {**parts, "problems": study.ledger.problems}
+    if verb == "try":
+        [tried] = study.ledger.of("try", **{"try": (line or {})["try"]})
+        text = next(lines(study, verb, tried))
+        return {"text": text, "try": tried, "verdict": study.verdict(tried["try"])}
     return {"text": next(lines(study, verb, line)), "result": line}

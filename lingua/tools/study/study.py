@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lingua.app import main_program
+from lingua.app import choose_app, main_program
 from lingua.base.errors import UserError
+from lingua.base.files import temporary
 from lingua.data.args import DataArgs, ValidationArgs
 from lingua.data.sources import TextData
 from lingua.run.receipt import hash_of
@@ -29,12 +31,12 @@ from lingua.tools.slurm.command_line import split_arguments
 from lingua.tools.slurm.job import JobArgs
 from lingua.tools.study import change
 from lingua.tools.study.ledger import LEDGER, Ledger, Line
-from lingua.tools.study.rule import LEVEL, MIN_PAIRS, Test, look, next_test
+from lingua.tools.study.rule import LEVEL, MIN_PAIRS, Look, Test, look, next_test
 from lingua.tools.study.runs import result_of, run_all, run_of
 
+BASE_SEED = 10_000  # distance of the first seeds of two bases
 CONFIRM_SEED = 1_000_000  # seeds of confirmations, and their distance
 SAME_SEEDS = 3  # runs of each side that show a change to change nothing, in turns
-MAX_STARTS = 3  # of a run that something outside stops, before it counts as failed
 MAX_BASE_FAILURES = 3
 GOOD = ("kept", "same", "confirmed")  # verdicts
 
@@ -51,6 +53,8 @@ class Study:
         """`pairs`, `minutes`: what a call may spend; None: as much as it takes."""
         self.folder = folder.absolute()
         self.ledger = Ledger(self.folder)
+        if not self.ledger.of("base"):  # or its first line was changed
+            raise UserError("; ".join(self.ledger.problems) or f"{folder}: is no whole study")
         self.settings = self.ledger.lines[0]
         if not Path(self.settings["cwd"]).is_dir():  # it was moved, or is another machine's
             self.settings = self.settings | {"cwd": os.getcwd()}
@@ -81,7 +85,7 @@ class Study:
     def make_arm(
         self, label: str, code: str, words: Sequence[str], salt: str = "", base: Line | None = None
     ) -> tuple[Line, dict[str, list[Any]]]:
-        """The arm of a code and a command line, and the keys in which it differs from the `base`.
+        """The arm of a code and of words beside BASE, and the keys in which it differs from `base`.
         It may have been known by another label; with a `salt` it shares its runs with no other.
         Raises UserError."""
         s = self.settings
@@ -102,25 +106,33 @@ class Study:
         codes = [t for t in kept if t["files"]]
         code = self.arm(codes[0]["arm"])["code"] if codes else base["code"]
         if len(codes) > 1:
-            paths = [self.folder / f"try{t['try']}.diff" for t in codes]
-            code = change.patched(self.folder, base["code"], paths)
+            code = change.patched(self.folder, base["code"], [self._diff_of(t) for t in codes])
         return self.make_arm(label, code, words)[0]
+
+    def _diff_of(self, line: Line) -> Path:
+        """What a try changes in the code of its base, as a file that `git apply` takes."""
+        path = self.folder / f"try{line['try']}.diff"
+        codes = [self.arm(line[side])["code"] for side in ("base", "arm")]
+        path.write_bytes(change.difference(self.folder, *codes))
+        return path
 
     def train(self, arm: Line, seeds: Sequence[int], measured: bool = True) -> None:
         """Train an arm with these seeds, without those it was trained with. Raises UserError."""
-        starts = 0
+        starts: Counter[int] = Counter()
         while missing := [seed for seed in seeds if seed not in self.runs(arm)]:
             groups = [line["seeds"] for line in self.ledger.of("launch", arm=arm["key"])]
             group = next((group for group in groups if missing[0] in group), None)
             if group is None:
-                group, starts = missing, 0
+                group = missing
                 self.ledger.append("launch", arm=arm["key"], seeds=group)
-            root, began = self.folder / "runs" / arm["label"] / str(group[0]), time.monotonic()
+            name, began = f"{arm['label']}-{arm['key'][:6]}", time.monotonic()
+            root = self.folder / "runs" / name / str(group[0])
             ended = run_all(self.folder, self.settings, arm, root, group)
-            seconds, starts = (time.monotonic() - began) / len(group), starts + 1
+            seconds = (time.monotonic() - began) / len(group)
+            starts[group[0]] += 1
             for seed in [seed for seed in group if seed not in self.runs(arm)]:
                 run = run_of(root, seed)
-                result = result_of(run, ended.get(seed), starts >= MAX_STARTS, measured)
+                result = result_of(run, ended.get(seed), starts[group[0]], measured)
                 if result is not None:
                     place = {"folder": str(run.relative_to(self.folder)), "seconds": seconds}
                     self.ledger.append("run", arm=arm["key"], seed=seed, **place, **result)
@@ -158,42 +170,74 @@ class Study:
 
     # ---- verbs
 
-    def open_try(self, claim: str, changes: Sequence[str], patch: str | None, why: str) -> Line:
+    def copy_checkout(self, changes: Sequence[str]) -> str:
+        """The hash of the checkout's code now, for a try of these keys. Raises UserError."""
+        apps = [word for word in changes if word.startswith("app=")]
+        if apps:
+            check_app(apps)
+        modules = [self.settings["script"], *(word.removeprefix("app=") for word in apps)]
+        return change.copy_of_checkout(self.folder, modules)
+
+    def open_try(self, claim: str, changes: Sequence[str], code: str, why: str) -> Line:
         """The line of a try, written before its first run: a new one, or that of the same change.
-        Raises UserError where it changes nothing, or what it may not."""
-        s, number = self.settings, len(self.ledger.of("try")) + 1
-        base = self.arm(self.ledger.of("base")[-1]["arm"])
-        if patch is not None:
-            code = change.patched(self.folder, base["code"], [Path(patch)])
+        `code` is a hash, or the path of a patch. Raises UserError where it changes nothing, or what
+        it may not."""
+        s, number, bases = self.settings, len(self.ledger.of("try")) + 1, self.ledger.of("base")
+        base, n = self.arm(bases[-1]["arm"]), len(bases) - 1
+        if (self.folder / change.CODES / code).is_dir():
+            if code != base["code"] and any(code == self.arm(b["arm"])["code"] for b in bases):
+                diff = self.folder / f"base{n}.diff"
+                raise UserError(f"the checkout lacks what base {n} has: git apply {diff}")
         else:
-            apps = [word.removeprefix("app=") for word in changes if word.startswith("app=")]
-            code = change.copy_of_checkout(self.folder, [s["script"], *apps])
-        earlier = [self.arm(line["arm"])["code"] for line in self.ledger.of("base")]
-        if code in earlier and code != base["code"]:
-            n = len(earlier) - 1
-            raise UserError(
-                f"the checkout lacks what base {n} has: git apply {self.folder}/base{n}.diff"
-            )
+            code = change.patched(self.folder, base["code"], [Path(code)])
         files = change.changed_files(self.folder, base["code"], code)
         arm, keys = self.make_arm(f"try{number}", code, [*base["words"], *changes], base=base)
+        if wrong := [word for word in changes if change.FIXED.fullmatch(word.partition("=")[0])]:
+            raise UserError(f"{wrong[0]}: is given by the study, or measures its runs")
         if arm == base:
             raise UserError("the change changes nothing: config and code are those of the base")
-        arms = {"base": base["key"], "arm": arm["key"], "claim": claim}
-        if known := self.ledger.of("try", **arms):
-            return known[0]
-        diff = change.difference(self.folder, base["code"], code) if files else b""
-        (self.folder / f"try{number}.diff").write_bytes(diff)
-        about: Line = {"why": why, "changes": [*changes], "keys": keys, "files": files}
-        about["seeds"] = [s["seed"], s["seed"] + 2 * s["max_pairs"]]  # the last is not one of them
+        arms = {"base": base["key"], "arm": arm["key"]}
+        for line in self.ledger.of("try", **arms):
+            if line["claim"] == claim:
+                return line
+            if line["test"] and claim != "same":
+                was = f"try {line['try']}, which claims that it is {line['claim']}"
+                raise UserError(f"claim = {claim}: {was}, has the runs of this change")
+        about: Line = {
+            "claim": claim,
+            "why": why,
+            "changes": [*changes],
+            "keys": keys,
+            "files": files,
+        }
+        first = s["seed"] + BASE_SEED * n
+        about["seeds"] = [first, first + 2 * s["max_pairs"]]  # the last is not one of them
+        self._check_fit(files, {"try": number, **arms})
         about["test"] = None if claim == "same" else asdict(self._next_test(claim))
         return self.ledger.append("try", **{"try": number}, **arms, **about)
+
+    def _check_fit(self, files: Sequence[str], line: Line) -> None:
+        """Raise UserError where the code of a try has, or contradicts, that of one that is kept: it
+        would be credited with both."""
+        codes = [t for t in self.kept(self.ledger.of("base")[-1]["after"]) if t["files"]]
+        base = self.arm(line["base"])["code"]
+        for t in codes if files else ():
+            try:
+                change.patched(self.folder, base, [self._diff_of(t), self._diff_of(line)])
+            except UserError:
+                which = f"try {t['try']}, which is kept"
+                raise UserError(
+                    f"the code has that of {which}, or contradicts it: adopt it first"
+                ) from None
 
     def _next_test(self, claim: str) -> Test:
         """By what is known before the try."""
         s, verdicts = self.settings, self.ledger.of("verdict")
         number = 1 + sum(t["test"] is not None for t in self.ledger.of("try"))
         n_kept = len(self.ledger.of("verdict", verdict="kept"))
-        earlier = [(v["deviation"], v["pairs"]) for v in verdicts if "deviation" in v]
+        # Those of changes that do next to nothing say nothing of others.
+        decided = [v for v in verdicts if v.get("deviation", 0.0) > s["effect"] / 100]
+        earlier = [(v["deviation"], v["pairs"]) for v in decided]
         margin = s["effect"] / 2 if claim == "simpler" else 0.0
         return next_test(number, n_kept, earlier, s["error"], s["effect"], margin, s["max_pairs"])
 
@@ -202,9 +246,12 @@ class Study:
         number, base, arm = line["try"], self.arm(line["base"]), self.arm(line["arm"])
         if (known := self.verdict(number)) is not None:
             return known
-        shown = self._decide_same(number, base, arm) if line["test"] is None else {}
+        looks, seeds = self.ledger.of("look", **{"try": number}), range(*line["seeds"])
+        shown = looks[-1] if looks else {}  # one that decided it may have been the last line
+        shown = {key: value for key, value in shown.items() if key in Look.__annotations__}
+        if line["test"] is None:
+            shown = self._decide_same(number, base, arm)
         while not shown.get("verdict"):
-            seeds = range(*line["seeds"])
             differences, failed = self.pairs(base, arm, seeds)
             first = MIN_PAIRS + len(self.ledger.of("look", **{"try": number}))
             for n in range(first, len(differences) + 1):
@@ -249,19 +296,21 @@ class Study:
         return f"the base's code measures {done.stdout.strip()}, not {run['loss']:.4f}: {why}"
 
     def _decide_same(self, number: int, base: Line, arm: Line) -> Line:
-        """Whether runs of both are equal to the bit in so many steps, and how much faster the new
-        one is, by runs in turns."""
+        """Whether runs of both are equal to the bit, and how much faster the new one is, by runs in
+        turns."""
         n, seed = self.settings["same_steps"], self.settings["seed"]
-        words = "deterministic=true", f"stop_at={n}", "logging.freq=1"
-        labels = [f"try{number}-{name}" for name in ("base", "new")]
-        sides = [
-            self.make_arm(label, side["code"], [*side["words"], *words], label)[0]
-            for label, side in zip(labels, (base, arm), strict=True)
-        ]
+        words = ["deterministic=true", "logging.freq=1"]
+        sides: list[Line] = []
         speed: list[float] = []
         for i in range(SAME_SEEDS):
+            if i < 2:  # the first pair is of whole runs: a difference may come late
+                words += [f"stop_at={n}"] * i
+                sides = [
+                    self.make_arm(label, side["code"], [*side["words"], *words], f"{label}{i}")[0]
+                    for label, side in ((f"try{number}-base", base), (f"try{number}-new", arm))
+                ]
             for side in sides[:: -1 if i % 2 else 1]:
-                self.train(side, [seed + i], measured=False)
+                self.train(side, [seed + i], measured=i == 0)
             runs = [self.runs(side)[seed + i] for side in sides]
             records = [Record(self.folder / run["folder"]) for run in runs]
             differs = [f"seed {seed + i}: {run['failed']}" for run in runs if run["failed"]]
@@ -276,18 +325,19 @@ class Study:
     def confirm(self) -> Line:
         """The difference of all that is kept together to the first base, of fresh seeds, on the
         sealed text. The same is measured once. Raises NotYetError."""
-        s, number = self.settings, 1 + len(self.ledger.of("sealed"))
-        first, arm = self.arm(self.ledger.of("base")[0]["arm"]), self.combined(f"confirm{number}")
+        s, begun = self.settings, self.ledger.of("confirm")
+        first = self.arm(self.ledger.of("base")[0]["arm"])
+        arm = self.combined(f"confirm{len(begun) + 1}")
+        number = next((x["reading"] for x in begun if x["arm"] == arm["key"]), len(begun) + 1)
         if arm == first:
             raise UserError("nothing is kept: there is nothing to confirm")
         if known := self.ledger.of("sealed", arm=arm["key"]):
             return known[0]
         tries = [t["try"] for t in self.kept(0)]
         seeds = range(s["seed"] + CONFIRM_SEED * number, s["seed"] + CONFIRM_SEED * (number + 1))
-        if not self.ledger.of("confirm", arm=arm["key"]):
-            self.ledger.append(
-                "confirm", arm=arm["key"], tries=tries, seeds=[seeds[0], seeds[-1] + 1]
-            )
+        if number > len(begun):
+            ends = [seeds[0], seeds[-1] + 1]
+            self.ledger.append("confirm", arm=arm["key"], reading=number, tries=tries, seeds=ends)
         before, after = (
             self.make_arm(f"confirm{number}-{name}", side["code"],
                           [*side["words"], f"validation.skip={s['open']}"])[0]
@@ -326,7 +376,7 @@ def new_study(folder: Path, args: Any, words: Sequence[str]) -> Study:
     """A study of what `words` train, keys of the run and of lingua stool; `args` has its own keys.
     Raises UserError."""
     folder = folder.absolute()
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists; a study needs a folder of its own")
     job, run_words, sweep = split_arguments([*words])
     if sweep or job.launcher == "print":
@@ -339,21 +389,23 @@ def new_study(folder: Path, args: Any, words: Sequence[str]) -> Study:
     settings["job"] = [f"{key}={json.dumps(value)}" for key, value in given.items()]
     settings |= {"script": job.script or main_program(), "ranks": job.nodes * job.ngpu}
     settings["cwd"] = os.getcwd()  # which paths of the config may refer to
-    (folder / change.CODES).mkdir(parents=True, exist_ok=True)
+    new = temporary(folder)  # until it is whole
+    (new / change.CODES).mkdir(parents=True)
     try:
         modules = [settings["script"], *(word.removeprefix("app=") for word in apps)]
-        code = change.copy_of_checkout(folder, modules)
-        config = change.read_config(folder, code, modules[0], settings["ranks"], run_words, ".")
-        (folder / change.BASE).write_text(yaml.safe_dump(config, sort_keys=False))
-        (folder / LEDGER).touch()
-        Ledger(folder).append("study", **settings, open=check_sealed(apps, config))
-        study = Study(folder)
-        arm, _ = study.make_arm("base0", code, apps)
-        study.ledger.append("base", arm=arm["key"], after=0, tries=[])
-        return study
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+        code = change.copy_of_checkout(new, modules)
+        config = change.read_config(new, code, modules[0], settings["ranks"], run_words, ".")
+        (new / change.BASE).write_text(yaml.safe_dump(config, sort_keys=False))
+        (new / LEDGER).touch()
+        ledger = Ledger(new)
+        ledger.append("study", **settings, open=check_sealed(apps, config))
+        key = hash_of({"code": code, "config": config, "salt": ""})
+        ledger.append("arm", key=key, label="base0", code=code, words=apps, config=config)
+        ledger.append("base", arm=key, after=0, tries=[])
+        new.rename(folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return Study(folder)
 
 
 @dataclass
@@ -371,11 +423,11 @@ def check_sealed(apps: Sequence[str], config: Mapping[str, Any]) -> int:
     size = config["validation.tokens"] or config["validation.bytes"]
     known |= {"validation.skip": size, "data.batch_size": 1, "data.global_batch_size": 1}
     words = [*apps, *(f"{key}={json.dumps(value)}" for key, value in known.items())]
-    app, args = load_data(TextArgs, words, None)
-    if app.objective is not None or config["validation.skip"]:
-        need = "a study needs the losses of apps.main, and no validation.skip"
-        raise UserError(f"{app.path}: {need}")
-    data, tokenizer = app.data or TextData(), build_tokenizer(args.data.tokenizer)
+    if config["validation.skip"]:
+        raise UserError(f"validation.skip = {config['validation.skip']}: must be 0 in a study")
+    check_app(words)
+    _, args = load_data(TextArgs, words, None)
+    data, tokenizer = TextData(), build_tokenizer(args.data.tokenizer)
     data.prepare(args, tokenizer, lambda line: print(line, file=sys.stderr))
     left = data.open(args, tokenizer).held_out
     if few := [
@@ -384,3 +436,12 @@ def check_sealed(apps: Sequence[str], config: Mapping[str, Any]) -> int:
         need = "must be less, so that a part of the held-out text is left to be sealed"
         raise UserError(f"validation.bytes = {size}: {need} ({', '.join(few)})")
     return int(size)
+
+
+def check_app(words: Sequence[str]) -> None:
+    """Raise UserError where the app of a command line measures otherwise than apps.main."""
+    app = choose_app([*words])
+    if app.objective is not None or app.data is not None:
+        raise UserError(
+            f"app = {app.path}: has rows or losses of its own, which a study cannot use"
+        )

@@ -126,6 +126,8 @@ def test_mistakes_are_named_and_leave_no_try(tried):
         ("optim.lr=1e-3", "changes nothing"),
         ("patch=nowhere.diff", "nowhere.diff"),
         ("claim=great", "claim"),
+        ("seed=7", "seed"),
+        ("app=apps.dpo", "apps.dpo"),
     ):
         assert name in call("try", tried, word, code=2)
     assert "unknown key" in call("confirm", tried, "at_once=2", code=2)
@@ -136,7 +138,7 @@ def test_mistakes_are_named_and_leave_no_try(tried):
 def test_a_decided_try_is_not_tried_again(tried):
     n = len(Ledger(tried).lines)
     again = call("try", tried, "optim.lr=0.01", "why=once more", code=0)
-    assert again["result"]["try"] == 1 and len(Ledger(tried).lines) == n
+    assert again["try"]["try"] == 1 and len(Ledger(tried).lines) == n
 
 
 def test_the_table_and_the_page_show_each_try(tried, tmp_path):
@@ -176,20 +178,22 @@ def test_what_is_kept_is_confirmed_by_fresh_seeds_on_sealed_text_once_and_adopte
 
     call("adopt", study, code=0)
     assert "lr: 0.01" in (study / "base1.yaml").read_text()
-    kept_runs = len(Ledger(study).of("run"))
-    call("try", study, "optim.lr=2e-2", "pairs=2")  # the base's runs are those of the kept change
-    new_runs = Ledger(study).of("run")[kept_runs:]
-    assert len({r["arm"] for r in new_runs}) == 1
+    n = len(Ledger(study).of("run"))
+    call("try", study, "optim.lr=2e-2", "pairs=2")
+    new_runs = Ledger(study).of("run")[n:]  # not by the seeds by which the new base was chosen
+    assert {r["seed"] for r in new_runs} == {10_042, 10_043} and len(new_runs) == 4
     assert "nothing is kept" in call("adopt", study, code=2)
 
 
 @pytest.mark.soak
 def test_a_change_that_claims_to_change_nothing_is_the_same_to_the_bit_or_not(text, tmp_path):
-    study = new(tmp_path / "s", text, same_steps=6)
-    same = call("try", study, "data.workers=2", "claim=same", code=0)["result"]
+    study = new(tmp_path / "s", text, same_steps=5)
+    same = call("try", study, "data.workers=2", "claim=same", code=0)["verdict"]
     assert same["verdict"] == "same" and len(same["speed"]) == 3
-    different = call("try", study, "optim.epsilon=1e-4", "claim=same", code=1)["result"]
+    different = call("try", study, "optim.epsilon=1e-4", "claim=same", code=1)["verdict"]
     assert "loss of step 2" in different["reason"] or "step 1" in different["reason"]
+    late = call("try", study, "optim.lr_min_ratio=0.5", "optim.warmup=5", "claim=same", code=1)
+    assert "of step 7 is" in late["verdict"]["reason"]  # behind same_steps
     assert not [t for t in Ledger(study).of("try") if t["test"]]  # neither spends of the error
 
 
@@ -213,13 +217,13 @@ def test_a_run_that_hangs_or_writes_too_much_has_failed_and_leaves_no_process(
     model = checkout / "lingua/model/transformer.py"
     hang = "import time; time.sleep(1000)"
     edit(model, "        return self.w2(F.silu", f"        {hang}\n        return self.w2(F.silu")
-    hung = call("try", study, code=1, cwd=checkout)["result"]
+    hung = call("try", study, code=1, cwd=checkout)["verdict"]
     assert hung["verdict"] == "failed" and "0.3 minutes" in hung["reason"]
     named = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
     assert not [words for words in named if any(str(study) in word for word in words)]
     subprocess.run(["git", "checkout", "-q", "."], cwd=checkout, check=True)
     large = ("checkpoint.dump.every=1", "checkpoint.dump.keep=-1", "model.dim=256", "steps=200")
-    wrote = call("try", study, *large, code=1, cwd=checkout)["result"]
+    wrote = call("try", study, *large, code=1, cwd=checkout)["verdict"]
     assert wrote["verdict"] == "failed" and "0.01 GiB" in wrote["reason"]
 
 
@@ -240,7 +244,7 @@ def test_the_change_is_what_differs_in_the_checkout(text, tmp_path, checkout):
     patch = study / "try1.diff"
     subprocess.run(["git", "checkout", "-q", "."], cwd=checkout, check=True)
     again = call("try", study, f"patch={patch}", cwd=checkout)
-    assert again["result"] == line["result"]  # the same code by another way is the same try
+    assert again["verdict"] == line["verdict"]  # the same code by another way is the same try
 
 
 @pytest.mark.soak
@@ -252,7 +256,7 @@ def test_one_file_is_measured_again_by_the_file_of_the_base(text, tmp_path, chec
     call("new", study, *(f"{k}={v}" for k, v in words.items()), code=0, cwd=checkout)
     file = checkout / "apps/onefile/train.py"
     edit(file, "height = 0.5 *", "height = 5.0 *")
-    kept = call("try", study, code=0, cwd=checkout)["result"]
+    kept = call("try", study, code=0, cwd=checkout)["verdict"]
     assert kept["notes"] == ["measured again by the base's code: equal"]
     call("adopt", study, code=0, cwd=checkout)
     patch = study / "base1.diff"
@@ -267,7 +271,7 @@ def test_one_file_is_measured_again_by_the_file_of_the_base(text, tmp_path, chec
 def test_after_thirty_kills_the_ledger_is_whole_and_no_run_is_counted_twice(text, tmp_path):
     words = ("optim.lr=3e-3", "why=killed")
     whole = new(tmp_path / "whole", text, effect=0.001)
-    expected = call("try", whole, *words)["result"]
+    expected = call("try", whole, *words)["verdict"]
     study = new(tmp_path / "killed", text, effect=0.001)
     command = [*python(OF_OTHERS), "-m", "lingua", "study", "try", str(study), *words]
     chance = random.Random(5)
@@ -277,7 +281,7 @@ def test_after_thirty_kills_the_ledger_is_whole_and_no_run_is_counted_twice(text
         process.kill()  # and not the runs that it has started
         process.wait()
         assert not Ledger(study).problems
-    result = call("try", study, *words)["result"]
+    result = call("try", study, *words)["verdict"]
     kept = ("verdict", "pairs", "mean", "e", "reason")
     assert [result[key] for key in kept] == [expected[key] for key in kept]
     ledger = Ledger(study)
@@ -313,7 +317,7 @@ def test_ctrl_c_stops_the_runs_which_go_on(text, tmp_path):
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 128 + signal.SIGINT
-    stopped = [Record(p) for p in study.glob("runs/base0/42/*_seed=*")]
+    stopped = [Record(p) for p in study.glob("runs/base0-*/42/*_seed=*")]
     assert {r.state for r in stopped} <= {"stopped", "finished", "not started"}
     assert Study(study).ledger.of("run") == []
 
@@ -327,12 +331,12 @@ def test_pairs_are_jobs_of_slurm_that_go_on_without_the_study(text, tmp_path):
         command = [*python(OF_OTHERS), "-m", "lingua", "study", "try", str(study), "optim.lr=1e-2"]
         process = subprocess.Popen(command, cwd=ROOT, env=env)
         end = time.monotonic() + 200
-        while not list(study.glob("runs/base0/42/*/job_id")):
+        while not list(study.glob("runs/base0-*/42/*/job_id")):
             assert time.monotonic() < end
             time.sleep(0.2)
         process.kill()
         process.wait()
-        result = call("try", study, "optim.lr=1e-2", code=0, env=env)["result"]
+        result = call("try", study, "optim.lr=1e-2", code=0, env=env)["verdict"]
         assert result["verdict"] == "kept"
         jobs = subprocess.run(["squeue", "-h"], env=env, capture_output=True, text=True).stdout
         assert jobs.strip() == ""
