@@ -212,23 +212,22 @@ class Study:
         }
         first = s["seed"] + BASE_SEED * n
         about["seeds"] = [first, first + 2 * s["max_pairs"]]  # the last is not one of them
-        self._check_fit(files, {"try": number, **arms})
+        diff = self._diff_of({"try": number, **arms})
+        if files:
+            self._check_fit(base["code"], diff)
         about["test"] = None if claim == "same" else asdict(self._next_test(claim))
         return self.ledger.append("try", **{"try": number}, **arms, **about)
 
-    def _check_fit(self, files: Sequence[str], line: Line) -> None:
-        """Raise UserError where the code of a try has, or contradicts, that of one that is kept: it
-        would be credited with both."""
-        codes = [t for t in self.kept(self.ledger.of("base")[-1]["after"]) if t["files"]]
-        base = self.arm(line["base"])["code"]
-        for t in codes if files else ():
+    def _check_fit(self, base: str, diff: Path) -> None:
+        """Raise UserError where code has, or contradicts, that of a try that is kept: it would be
+        credited with both."""
+        for t in self.kept(self.ledger.of("base")[-1]["after"]):
             try:
-                change.patched(self.folder, base, [self._diff_of(t), self._diff_of(line)])
+                change.patched(self.folder, base, [self._diff_of(t), diff])
             except UserError:
                 which = f"try {t['try']}, which is kept"
-                raise UserError(
-                    f"the code has that of {which}, or contradicts it: adopt it first"
-                ) from None
+                need = f"the code has that of {which}, or contradicts it: adopt it first"
+                raise UserError(need) from None
 
     def _next_test(self, claim: str) -> Test:
         """By what is known before the try."""
