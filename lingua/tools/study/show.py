@@ -84,12 +84,10 @@ def table(study: Study) -> Iterator[str]:
     s, n = study.settings, len(study.ledger.lines)
     yield f"effect {s['effect']:g}, error {s['error']:g}, open text {s['open']:,}; {n} lines"
     yield from align(rows_of(study), left=3)
-    yield from (confirmation(study, line) for line in study.ledger.of("sealed"))
-    yield from (f"PROBLEM: {problem}" for problem in study.ledger.problems)
 
 
 def rows_of(study: Study) -> list[list[str]]:
-    """A row for each base and try."""
+    """A title, and a row for each base, try, confirmation and problem of the ledger."""
     rows = [["", "change", "verdict"]]
     for number, base in enumerate(study.ledger.of("base")):
         has = f"tries {', '.join(map(str, base['tries']))}" * bool(base["tries"])
@@ -97,18 +95,14 @@ def rows_of(study: Study) -> list[list[str]]:
         for t in study.ledger.of("try", base=base["arm"]):
             why = f" ({t['why']})" * bool(t["why"])
             rows.append([f"try {t['try']}", change_of(t) + why, verdict_of(study, t)])
-    return rows
+    rows += [["sealed", "", confirmation(study, line)] for line in study.ledger.of("sealed")]
+    return rows + [["problem", "", problem] for problem in study.ledger.problems]
 
 
 def studies_in(folders: Sequence[str]) -> list[tuple[str, list[list[str]]]]:
     """(title, rows) of each folder that is a study, for the page of lingua report."""
     studies = [Study(Path(folder)) for folder in folders if (Path(folder) / LEDGER).exists()]
-    shown = []
-    for study in studies:
-        sealed = [["confirmed", "", confirmation(study, x)] for x in study.ledger.of("sealed")]
-        wrong = [["problem", "", problem] for problem in study.ledger.problems]
-        shown.append((f"Study {study.folder.name}", [*rows_of(study), *sealed, *wrong]))
-    return shown
+    return [(f"Study {study.folder.name}", rows_of(study)) for study in studies]
 
 
 def as_json(study: Study, verb: str, line: Line | None) -> dict[str, Any]:

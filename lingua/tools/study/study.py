@@ -314,7 +314,7 @@ class Study:
             records = [Record(self.folder / run["folder"]) for run in runs]
             differs = [f"seed {seed + i}: {run['failed']}" for run in runs if run["failed"]]
             unlike = [] if differs else [x for x in first_differences(*records) if x.first]
-            differs += [f"{x.name} of step {x.first} is {x.values}" for x in unlike]
+            differs += [f"{x.name} of step {x.first}: {x.values}" for x in unlike]
             if differs:
                 return {"verdict": "different", "reason": differs[0]}
             old, new = (np.median(r.metrics["tokens_per_s"][n // 4 :]) for r in records)
