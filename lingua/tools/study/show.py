@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lingua.base.errors import UserError
 from lingua.base.format import align, counted, short_time
 from lingua.tools.study.ledger import LEDGER, Line
 from lingua.tools.study.study import Study
@@ -101,8 +102,14 @@ def rows_of(study: Study) -> list[list[str]]:
 
 def studies_in(folders: Sequence[str]) -> list[tuple[str, list[list[str]]]]:
     """(title, rows) of each folder that is a study, for the page of lingua report."""
-    studies = [Study(Path(folder)) for folder in folders if (Path(folder) / LEDGER).exists()]
-    return [(f"Study {study.folder.name}", rows_of(study)) for study in studies]
+    shown = []
+    for folder in [Path(folder) for folder in folders if (Path(folder) / LEDGER).exists()]:
+        try:
+            rows = rows_of(Study(folder))
+        except UserError as error:
+            rows = [["", "", str(error)]]
+        shown.append((f"Study {folder.absolute().name}", rows))
+    return shown
 
 
 def as_json(study: Study, verb: str, line: Line | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 from lingua.run.records import Record
 from lingua.tools.runs.held_out import heldout
 from lingua.tools.study.ledger import Ledger
+from lingua.tools.study.show import studies_in
 from lingua.tools.study.study import Study
 from tests.local_slurm import needs_slurm, slurm_here
 from tests.programs import OF_OTHERS, python
@@ -147,11 +148,15 @@ def test_the_table_and_the_page_show_each_try(tried, tmp_path):
     command = [*python(OF_OTHERS), "-m", "lingua"]
     done = subprocess.run([*command, "study", "show", tried], capture_output=True, text=True)
     assert "optim.lr=1e-2 (never tuned)" in done.stdout and "kept provisionally" in done.stdout
+    [(title, rows)] = studies_in([str(tried), str(tried / "runs")])
+    assert title == "Study s" and [row[0] for row in rows] == ["", "base 0", "try 1", "try 2"]
     path = tried / "ledger.jsonl"
     whole = path.read_text()
     path.write_text(whole.replace("never tuned", "never mind"))
     assert "was changed" in call("show", tried, code=1)["problems"][0]
     assert "was changed" in call("try", tried, "optim.lr=3e-3", code=2)
+    path.write_text("x" + whole)
+    assert "was changed" in studies_in([str(tried)])[0][1][0][2]  # the page is written all the same
     path.write_text(whole)
 
 
@@ -193,7 +198,7 @@ def test_a_change_that_claims_to_change_nothing_is_the_same_to_the_bit_or_not(te
     different = call("try", study, "optim.epsilon=1e-4", "claim=same", code=1)["verdict"]
     assert "loss of step 2" in different["reason"] or "step 1" in different["reason"]
     late = call("try", study, "optim.lr_min_ratio=0.5", "optim.warmup=5", "claim=same", code=1)
-    assert "of step 7 is" in late["verdict"]["reason"]  # behind same_steps
+    assert "of step 7" in late["verdict"]["reason"]  # behind same_steps
     assert not [t for t in Ledger(study).of("try") if t["test"]]  # neither spends of the error
 
 
