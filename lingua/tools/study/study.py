@@ -203,25 +203,21 @@ class Study:
             if line["test"] and claim != "same":
                 was = f"try {line['try']}, which claims that it is {line['claim']}"
                 raise UserError(f"claim = {claim}: {was}, has the runs of this change")
-        about: Line = {
-            "claim": claim,
-            "why": why,
-            "changes": [*changes],
-            "keys": keys,
-            "files": files,
-        }
+        about: Line = {"claim": claim, "why": why, "changes": [*changes], "keys": keys}
         first = s["seed"] + BASE_SEED * n
         about["seeds"] = [first, first + 2 * s["max_pairs"]]  # the last is not one of them
         diff = self._diff_of({"try": number, **arms})
         if files:
             self._check_fit(base["code"], diff)
+        about["files"] = files
         about["test"] = None if claim == "same" else asdict(self._next_test(claim))
         return self.ledger.append("try", **{"try": number}, **arms, **about)
 
     def _check_fit(self, base: str, diff: Path) -> None:
         """Raise UserError where code has, or contradicts, that of a try that is kept: it would be
         credited with both."""
-        for t in self.kept(self.ledger.of("base")[-1]["after"]):
+        kept = self.kept(self.ledger.of("base")[-1]["after"])
+        for t in [t for t in kept if t["files"]]:
             try:
                 change.patched(self.folder, base, [self._diff_of(t), diff])
             except UserError:

@@ -352,6 +352,7 @@ def test_pairs_are_jobs_of_slurm_that_go_on_without_the_study(text, tmp_path):
 @pytest.mark.soak
 def test_kept_changes_are_not_credited_twice_and_fit_together(text, tmp_path, checkout):
     study = new(tmp_path / "s", text, cwd=checkout)
+    call("try", study, "optim.beta2=0.9", "optim.lr=1e-2", code=0, cwd=checkout)
     schedule, model = (checkout / f"lingua/{name}.py" for name in ("optim/schedule", "run/hidden"))
     edit(schedule, "def lr_at(", "FACTOR = 8.0\n\n\ndef lr_at(")
     first = schedule.read_text()
@@ -359,7 +360,7 @@ def test_kept_changes_are_not_credited_twice_and_fit_together(text, tmp_path, ch
     schedule.write_text(first[:index] + first[index:].replace("return ", "return FACTOR * ", 1))
     call("try", study, code=0, cwd=checkout)
     model.write_text(f"{model.read_text()}\nOTHER = 1\n")  # the edited checkout goes on
-    assert "try 1, which is kept" in call("try", study, code=2, cwd=checkout)
+    assert "try 2, which is kept" in call("try", study, code=2, cwd=checkout)
     call("adopt", study, code=0, cwd=checkout)
     same = call("try", study, "claim=same", code=0, cwd=checkout)["verdict"]
     assert same["verdict"] == "same"
