@@ -23,6 +23,7 @@ from lingua.tools.study.change import BASE, environment
 from lingua.tools.study.ledger import Line
 
 POLL_S = 0.5
+FULL = re.compile("No space left|Disk quota|could not be saved|cannot be written")
 LAUNCH_LOG = "launch.log"  # what lingua stool prints
 
 
@@ -67,7 +68,7 @@ def run_all(
         raise Interrupted(stop.signal)
     if not run_of(root, seeds[0]).is_dir():
         printed = (root / LAUNCH_LOG).read_text(errors="replace").rpartition("error: ")[2].strip()
-        raise UserError(printed or f"{root}: no run was launched")
+        raise UserError(printed[:500] or f"{root}: no run was launched")
     return ended
 
 
@@ -158,7 +159,7 @@ def result_of(run: Path, why: str | None, starts: int, measured: bool) -> Line |
         printed = "" if newest or not logs else logs[-1].read_text(errors="replace").strip()
         errors = [printed.rpartition("\n")[2], *(line for line, _ in errors_of(run, ""))]
         why = str(newest.get("error") or errors[-1])
-        if "No space left" in why or "quota" in why:
+        if FULL.search(why):
             raise UserError(f"{run}: {why}")
         if starts < (2 if why else 3):
             return None

@@ -14,9 +14,11 @@ import pytest
 from lingua.run.records import Record
 from lingua.tools.runs.held_out import heldout
 from lingua.tools.study.ledger import Ledger
+from lingua.tools.study.runs import result_of
 from lingua.tools.study.show import studies_in
 from lingua.tools.study.study import Study
 from tests.local_slurm import needs_slurm, slurm_here
+from tests.mistakes import refused
 from tests.programs import OF_OTHERS, python
 
 ROOT = Path(__file__).parents[3]
@@ -366,3 +368,22 @@ def test_kept_changes_are_not_credited_twice_and_fit_together(text, tmp_path, ch
     assert same["verdict"] == "same"
     subprocess.run(["git", "checkout", "-q", "."], cwd=checkout, check=True)
     assert "git apply" in call("try", study, "optim.beta1=0.8", code=2, cwd=checkout)
+
+
+def test_a_full_disk_decides_nothing_and_a_failure_is_tried_again(tmp_path):
+    lines = [{"event": "start", "step": 0}, {"step": 5, "loss": 2.0, "tokens": 100}]
+    (tmp_path / "config.yaml").write_text("steps: 20\n")
+
+    def ended(error: str) -> None:
+        stop = {"event": "stop", "step": 5, "error": error}
+        text = "".join(json.dumps(line) + "\n" for line in [*lines, stop])
+        (tmp_path / "metrics.jsonl").write_text(text)
+
+    for error in ("NotSaved: step 5 could not be saved into a", "OSError: No space left on device"):
+        ended(error)
+        refused(lambda: result_of(tmp_path, None, 1, True), error[10:20])
+    ended("ValueError: the gradient is wrong")
+    assert result_of(tmp_path, None, 1, True) is None
+    result = result_of(tmp_path, None, 2, True)
+    assert result and "the gradient is wrong (step 5)" in result["failed"]
+    assert result_of(tmp_path, "took more than 1 minutes", 1, True)["failed"].startswith("took")
