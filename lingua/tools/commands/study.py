@@ -110,8 +110,8 @@ def main(argv: Sequence[str]) -> None:
         print(f"stopped by {stopped}; the same command goes on", file=sys.stderr)
         sys.exit(128 + signal.Signals[str(stopped)])
     if "--json" in argv:
-        print(json.dumps({"code": code, **as_json(study, verb, line)}, indent=1))
+        print(json.dumps({"code": code, **as_json(study.ledger, verb, line)}, indent=1))
     else:
-        for text in lines(study, verb, line):
+        for text in lines(study.ledger, verb, line):
             print(printable(text))
     sys.exit(1 if verb == "show" and study.ledger.problems else code)

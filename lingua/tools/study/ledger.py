@@ -2,6 +2,7 @@
 It only grows. Each line has the hash of the one before, and `ledger.head` the number of lines and
 the last hash, so that a line that was changed, removed or added by hand is found."""
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,11 +15,16 @@ import orjson
 from lingua.base.errors import UserError
 from lingua.base.files import append_whole, load_json, read_bytes, write_atomically
 from lingua.base.lock import Lock, exclusive
-from lingua.run.receipt import hash_of
 
 LEDGER, HEAD, LOCK = "ledger.jsonl", "ledger.head", "study.lock"
 
 Line = dict[str, Any]
+
+
+def hash_of(values: Line) -> str:
+    """A hash of values of JSON, 32 hexadecimal digits."""
+    text = orjson.dumps(values, option=orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 class Ledger:

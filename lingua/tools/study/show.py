@@ -4,10 +4,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lingua.base.errors import UserError
 from lingua.base.format import align, counted, short_time
-from lingua.tools.study.ledger import LEDGER, Line
-from lingua.tools.study.study import Study
+from lingua.tools.study.ledger import LEDGER, Ledger, Line
 
 
 def change_of(line: Line) -> str:
@@ -17,17 +15,21 @@ def change_of(line: Line) -> str:
     return " ".join([*line["changes"], *code])
 
 
-def difference_of(study: Study, line: Line) -> str:
-    runs = study.ledger.of("run")
+def verdict_line(ledger: Ledger, line: Line) -> Line | None:
+    return next(iter(ledger.of("verdict", **{"try": line["try"]})), None)
+
+
+def difference_of(ledger: Ledger, line: Line) -> str:
+    runs = ledger.of("run")
     unit = runs[0]["measure"].replace("_", " ") if runs else ""
     low, high = (f"{x:.3g}" if x is not None else "?" for x in (line["low"], line["high"]))
     return f"{line['mean']:.3g} {unit} ({low} to {high})"
 
 
-def verdict_of(study: Study, line: Line) -> str:
+def verdict_of(ledger: Ledger, line: Line) -> str:
     """What became of a try."""
-    if (v := study.verdict(line["try"])) is None:
-        looks = study.ledger.of("look", **{"try": line["try"]})
+    if (v := verdict_line(ledger, line)) is None:
+        looks = ledger.of("look", **{"try": line["try"]})
         pairs = counted(looks[-1]["pairs"] if looks else 0, "pair")
         return f"not decided, {pairs} so far; the same command goes on"
     if v["verdict"] == "same":
@@ -37,17 +39,17 @@ def verdict_of(study: Study, line: Line) -> str:
     if v["verdict"] != "kept":
         return f"{v['reason']}; {v['verdict']}"
     spent = f"{v['pairs']} pairs, {short_time(v['seconds'])}"
-    text = f"better by {difference_of(study, v)}, {spent}; kept provisionally"
+    text = f"better by {difference_of(ledger, v)}, {spent}; kept provisionally"
     return "; ".join([text, *v["notes"]])
 
 
-def confirmation(study: Study, line: Line) -> str:
+def confirmation(ledger: Ledger, line: Line) -> str:
     tries = f"tries {', '.join(map(str, line['tries']))} together"
     if line["reason"]:
         return f"{tries}: {line['reason']}; not confirmed"
     how = f"{line['pairs']} fresh pairs on the sealed text, reading {line['reading']} of it"
     over = f"the provisional estimates add up to {line['provisional']:.3g}, which overstates"
-    return f"{tries}: {line['verdict']}, better by {difference_of(study, line)}, {how}; {over}"
+    return f"{tries}: {line['verdict']}, better by {difference_of(ledger, line)}, {how}; {over}"
 
 
 def rule(test: dict[str, Any] | None) -> Iterator[str]:
@@ -62,64 +64,58 @@ def rule(test: dict[str, Any] | None) -> Iterator[str]:
         )
 
 
-def lines(study: Study, verb: str, line: Line | None) -> Iterator[str]:
+def lines(ledger: Ledger, verb: str, line: Line | None) -> Iterator[str]:
     """The text of a verb's result; without a `line` it is not decided."""
     if verb == "try":
-        [tried] = study.ledger.of("try", **{"try": (line or {})["try"]})
-        yield f"try {tried['try']}: {change_of(tried)}: {verdict_of(study, tried)}"
+        [tried] = ledger.of("try", **{"try": (line or {})["try"]})
+        yield f"try {tried['try']}: {change_of(tried)}: {verdict_of(ledger, tried)}"
         yield from rule(tried["test"])
     elif verb == "confirm":
-        yield confirmation(study, line) if line else "not confirmed yet; the same command goes on"
+        yield confirmation(ledger, line) if line else "not confirmed yet; the same command goes on"
     elif verb == "adopt":
-        number = len(study.ledger.of("base")) - 1
-        diff = study.folder / f"base{number}.diff"
+        number = len(ledger.of("base")) - 1
+        diff = ledger.folder / f"base{number}.diff"
         yield f"base {number}: tries {', '.join(map(str, (line or {})['tries']))} are in it"
-        yield f"  config  {study.folder / f'base{number}.yaml'}"
+        yield f"  config  {ledger.folder / f'base{number}.yaml'}"
         if diff.stat().st_size:
             yield f"  code    git apply {diff}, unless the checkout has it, and commit"
     else:
-        yield from table(study)
+        yield from table(ledger)
 
 
-def table(study: Study) -> Iterator[str]:
-    s, n = study.settings, len(study.ledger.lines)
+def table(ledger: Ledger) -> Iterator[str]:
+    s, n = ledger.lines[0], len(ledger.lines)
     yield f"effect {s['effect']:g}, error {s['error']:g}, open text {s['open']:,}; {n} lines"
-    yield from align(rows_of(study), left=3)
+    yield from align(rows_of(ledger), left=3)
 
 
-def rows_of(study: Study) -> list[list[str]]:
+def rows_of(ledger: Ledger) -> list[list[str]]:
     """A title, and a row for each base, try, confirmation and problem of the ledger."""
     rows = [["", "change", "verdict"]]
-    for number, base in enumerate(study.ledger.of("base")):
+    for number, base in enumerate(ledger.of("base")):
         has = f"tries {', '.join(map(str, base['tries']))}" * bool(base["tries"])
         rows.append([f"base {number}", has, ""])
-        for t in study.ledger.of("try", base=base["arm"]):
+        for t in ledger.of("try", base=base["arm"]):
             why = f" ({t['why']})" * bool(t["why"])
-            rows.append([f"try {t['try']}", change_of(t) + why, verdict_of(study, t)])
-    rows += [["sealed", "", confirmation(study, line)] for line in study.ledger.of("sealed")]
-    return rows + [["problem", "", problem] for problem in study.ledger.problems]
+            rows.append([f"try {t['try']}", change_of(t) + why, verdict_of(ledger, t)])
+    rows += [["sealed", "", confirmation(ledger, line)] for line in ledger.of("sealed")]
+    return rows + [["problem", "", problem] for problem in ledger.problems]
 
 
 def studies_in(folders: Sequence[str]) -> list[tuple[str, list[list[str]]]]:
     """(title, rows) of each folder that is a study, for the page of lingua report."""
-    shown = []
-    for folder in [Path(folder) for folder in folders if (Path(folder) / LEDGER).exists()]:
-        try:
-            rows = rows_of(Study(folder))
-        except UserError as error:
-            rows = [["", "", str(error)]]
-        shown.append((f"Study {folder.absolute().name}", rows))
-    return shown
+    ledgers = [Ledger(Path(folder)) for folder in folders if (Path(folder) / LEDGER).exists()]
+    return [(f"Study {ledger.folder.absolute().name}", rows_of(ledger)) for ledger in ledgers]
 
 
-def as_json(study: Study, verb: str, line: Line | None) -> dict[str, Any]:
+def as_json(ledger: Ledger, verb: str, line: Line | None) -> dict[str, Any]:
     """The same for programs."""
     if verb in ("new", "show"):
         kinds = ("study", "base", "try", "verdict", "sealed")
-        parts = {kind: study.ledger.of(kind) for kind in kinds}
-        return {**parts, "problems": study.ledger.problems}
+        parts = {kind: ledger.of(kind) for kind in kinds}
+        return {**parts, "problems": ledger.problems}
     if verb == "try":
-        [tried] = study.ledger.of("try", **{"try": (line or {})["try"]})
-        text = next(lines(study, verb, tried))
-        return {"text": text, "try": tried, "verdict": study.verdict(tried["try"])}
-    return {"text": next(lines(study, verb, line)), "result": line}
+        [tried] = ledger.of("try", **{"try": (line or {})["try"]})
+        text = next(lines(ledger, verb, tried))
+        return {"text": text, "try": tried, "verdict": verdict_line(ledger, tried)}
+    return {"text": next(lines(ledger, verb, line)), "result": line}

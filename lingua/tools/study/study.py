@@ -21,7 +21,6 @@ from lingua.base.errors import UserError
 from lingua.base.files import temporary
 from lingua.data.args import DataArgs, ValidationArgs
 from lingua.data.sources import TextData
-from lingua.run.receipt import hash_of
 from lingua.run.records import Record
 from lingua.tokenizer.build import build_tokenizer
 from lingua.tools.arguments import load_data
@@ -30,7 +29,7 @@ from lingua.tools.runs.compare.statistics import paired
 from lingua.tools.slurm.command_line import split_arguments
 from lingua.tools.slurm.job import JobArgs
 from lingua.tools.study import change
-from lingua.tools.study.ledger import LEDGER, Ledger, Line
+from lingua.tools.study.ledger import LEDGER, Ledger, Line, hash_of
 from lingua.tools.study.rule import LEVEL, MIN_PAIRS, Look, Test, look, next_test
 from lingua.tools.study.runs import result_of, run_all, run_of
 
