@@ -388,8 +388,9 @@ def new_study(folder: Path, args: Any, words: Sequence[str]) -> Study:
     try:
         modules = [settings["script"], *(word.removeprefix("app=") for word in apps)]
         code = change.copy_of_checkout(new, modules)
-        config = change.read_config(new, code, modules[0], settings["ranks"], run_words, ".")
-        (new / change.BASE).write_text(yaml.safe_dump(config, sort_keys=False))
+        for line in (run_words, [*apps, f"config={new / change.BASE}"]):  # as tries will read it
+            config = change.read_config(new, code, modules[0], settings["ranks"], line, ".")
+            (new / change.BASE).write_text(yaml.safe_dump(config, sort_keys=False))
         (new / LEDGER).touch()
         ledger = Ledger(new)
         ledger.append("study", **settings, open=check_sealed(apps, config))

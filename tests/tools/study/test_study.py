@@ -222,12 +222,12 @@ def edit(file: Path, before: str, after: str) -> None:
 def test_a_run_that_hangs_or_writes_too_much_has_failed_and_leaves_no_process(
     text, tmp_path, checkout
 ):
-    study = new(tmp_path / "s", text, minutes_per_run=0.3, gib_per_run=0.01, cwd=checkout)
+    study = new(tmp_path / "s", text, minutes_per_run=0.8, gib_per_run=0.01, cwd=checkout)
     model = checkout / "lingua/model/transformer.py"
     hang = "import time; time.sleep(1000)"
     edit(model, "        return self.w2(F.silu", f"        {hang}\n        return self.w2(F.silu")
     hung = call("try", study, code=1, cwd=checkout)["verdict"]
-    assert hung["verdict"] == "failed" and "0.3 minutes" in hung["reason"]
+    assert hung["verdict"] == "failed" and "0.8 minutes" in hung["reason"]
     named = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
     assert not [words for words in named if any(str(study) in word for word in words)]
     subprocess.run(["git", "checkout", "-q", "."], cwd=checkout, check=True)
