@@ -37,7 +37,14 @@ def code(study: Path, files: dict[str, str | None]) -> str:
     return change._keep(new)
 
 
-def test_a_difference_applied_to_the_base_is_the_code_of_the_try(study):
+@pytest.mark.parametrize(
+    "setting", ["core.bare=false", "diff.noprefix=true", "diff.external=false"]
+)
+def test_a_difference_applied_to_the_base_is_the_code_of_the_try(study, monkeypatch, setting):
+    """Whatever the user's git is set to."""
+    key, value = setting.split("=")
+    for name, text in (("COUNT", "1"), ("KEY_0", key), ("VALUE_0", value)):
+        monkeypatch.setenv(f"GIT_CONFIG_{name}", text)
     base = code(study, {})
     changes = {"apps/main/train.py": "x = 1\ny = 5\nz = 3\n", "apps/main/old.py": None}
     new = code(study, {**changes, "apps/new/model.py": "new\n"})

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -142,6 +143,23 @@ def test_a_decided_try_is_not_tried_again(tried):
     n = len(Ledger(tried).lines)
     again = call("try", tried, "optim.lr=0.01", "why=once more", code=0)
     assert again["try"]["try"] == 1 and len(Ledger(tried).lines) == n
+    # Nor is it claimed to be something else, by one who has seen its runs.
+    message = call("try", tried, "optim.lr=0.01", "claim=simpler", code=2)
+    assert "try 1" in message and len(Ledger(tried).lines) == n
+
+
+def test_a_look_that_has_decided_decides_after_a_kill(tried, tmp_path):
+    study = Path(shutil.copytree(tried, tmp_path / "moved"))
+    *lines, verdict = (study / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (study / "ledger.jsonl").write_text("".join(lines))
+    head = {"lines": len(lines), "hash": json.loads(lines[-1])["hash"]}
+    (study / "ledger.head").write_text(json.dumps(head))
+    assert json.loads(verdict)["kind"] == "verdict" and json.loads(lines[-1])["kind"] == "look"
+    call("try", study, "optim.muon.momentum=0.9", code=1)
+    *same, again = Ledger(study).lines
+    assert len(same) == len(lines)
+    names = {"verdict", "pairs", "mean", "reason", "try"}
+    assert {k: again[k] for k in names} == {k: json.loads(verdict)[k] for k in names}
 
 
 def test_the_table_and_the_page_show_each_try(tried, tmp_path):
@@ -170,12 +188,16 @@ def test_what_is_kept_is_confirmed_by_fresh_seeds_on_sealed_text_once_and_adopte
     assert "nothing is kept" in call("confirm", study, code=2)
     call("try", study, "optim.lr=1e-2", code=0)
     assert call("confirm", study, "pairs=1", code=3)["result"] is None
+    # What is kept is another change now: it has none of the runs of the confirmation that began.
+    call("try", study, "data.workers=2", "claim=same", code=0)
     line = call("confirm", study, code=0)["result"]
     ledger = Ledger(study)
-    sealed = [r for r in ledger.of("run") if r["seed"] > 1_000_000]
-    texts = {r["text"]["words"] for r in ledger.of("run") if r not in sealed}
+    sealed = [r for r in ledger.of("run") if r["seed"] > 2_000_000]
+    assert [Record(study / r["folder"]).config["data.workers"] for r in sealed] == [1] * 3 + [2] * 3
+    tries = [r for r in ledger.of("run") if r["seed"] < 1_000_000 and r["loss"] is not None]
+    texts = {r["text"]["words"] for r in tries}
     assert len(texts) == 1 and texts.isdisjoint(r["text"]["words"] for r in sealed)
-    assert len(sealed) == 6 and line["pairs"] == 3 and line["reading"] == 1
+    assert len(sealed) == 6 and line["pairs"] == 3 and line["reading"] == 2
     seeds = sorted({r["seed"] for r in sealed})
     losses = {(r["seed"], r["arm"]): loss(study, r) for r in sealed}
     arms = list(dict.fromkeys(r["arm"] for r in sealed))
