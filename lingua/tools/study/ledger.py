@@ -105,3 +105,7 @@ class Ledger:
     def of(self, kind: str, **values: Any) -> list[Line]:
         """The lines of a kind that have these values."""
         return [x for x in self.lines if {"kind": kind, **values}.items() <= x.items()]
+
+    def verdict(self, number: int) -> Line | None:
+        """That of a try; None: it is not decided."""
+        return next(iter(self.of("verdict", **{"try": number})), None)

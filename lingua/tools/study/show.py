@@ -15,10 +15,6 @@ def change_of(line: Line) -> str:
     return " ".join([*line["changes"], *code])
 
 
-def verdict_line(ledger: Ledger, line: Line) -> Line | None:
-    return next(iter(ledger.of("verdict", **{"try": line["try"]})), None)
-
-
 def difference_of(ledger: Ledger, line: Line) -> str:
     runs = ledger.of("run")
     unit = runs[0]["measure"].replace("_", " ") if runs else ""
@@ -28,7 +24,7 @@ def difference_of(ledger: Ledger, line: Line) -> str:
 
 def verdict_of(ledger: Ledger, line: Line) -> str:
     """What became of a try."""
-    if (v := verdict_line(ledger, line)) is None:
+    if (v := ledger.verdict(line["try"])) is None:
         looks = ledger.of("look", **{"try": line["try"]})
         pairs = counted(looks[-1]["pairs"] if looks else 0, "pair")
         return f"not decided, {pairs} so far; the same command goes on"
@@ -117,5 +113,5 @@ def as_json(ledger: Ledger, verb: str, line: Line | None) -> dict[str, Any]:
     if verb == "try":
         [tried] = ledger.of("try", **{"try": (line or {})["try"]})
         text = next(lines(ledger, verb, tried))
-        return {"text": text, "try": tried, "verdict": verdict_line(ledger, tried)}
+        return {"text": text, "try": tried, "verdict": ledger.verdict(tried["try"])}
     return {"text": next(lines(ledger, verb, line)), "result": line}

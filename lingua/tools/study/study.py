@@ -64,9 +64,6 @@ class Study:
 
     # ---- what the ledger says
 
-    def verdict(self, number: int) -> Line | None:
-        return next(iter(self.ledger.of("verdict", **{"try": number})), None)
-
     def kept(self, after: int) -> list[Line]:
         """The tries behind number `after` that are kept."""
         good = {v["try"] for v in self.ledger.of("verdict") if v["verdict"] in GOOD}
@@ -171,17 +168,18 @@ class Study:
 
     def copy_checkout(self, changes: Sequence[str]) -> str:
         """The hash of the checkout's code now, for a try of these keys. Raises UserError."""
-        apps = [word for word in changes if word.startswith("app=")]
-        if apps:
-            check_app(apps)
-        modules = [self.settings["script"], *(word.removeprefix("app=") for word in apps)]
-        return change.copy_of_checkout(self.folder, modules)
+        apps = [word.removeprefix("app=") for word in changes if word.startswith("app=")]
+        return change.copy_of_checkout(self.folder, [self.settings["script"], *apps])
 
     def open_try(self, claim: str, changes: Sequence[str], code: str, why: str) -> Line:
         """The line of a try, written before its first run: a new one, or that of the same change.
         `code` is a hash, or the path of a patch. Raises UserError where it changes nothing, or what
         it may not."""
         s, number, bases = self.settings, len(self.ledger.of("try")) + 1, self.ledger.of("base")
+        if wrong := [word for word in changes if change.FIXED.fullmatch(word.partition("=")[0])]:
+            raise UserError(f"{wrong[0]}: is given by the study, or measures its runs")
+        if apps := [word for word in changes if word.startswith("app=")]:
+            check_app(apps)
         base, n = self.arm(bases[-1]["arm"]), len(bases) - 1
         if (self.folder / change.CODES / code).is_dir():
             if code != base["code"] and any(code == self.arm(b["arm"])["code"] for b in bases):
@@ -191,8 +189,6 @@ class Study:
             code = change.patched(self.folder, base["code"], [Path(code)])
         files = change.changed_files(self.folder, base["code"], code)
         arm, keys = self.make_arm(f"try{number}", code, [*base["words"], *changes], base=base)
-        if wrong := [word for word in changes if change.FIXED.fullmatch(word.partition("=")[0])]:
-            raise UserError(f"{wrong[0]}: is given by the study, or measures its runs")
         if arm == base:
             raise UserError("the change changes nothing: config and code are those of the base")
         arms = {"base": base["key"], "arm": arm["key"]}
@@ -238,7 +234,7 @@ class Study:
     def decide(self, line: Line) -> Line:
         """The verdict of a try, once enough pairs are trained. Raises NotYetError."""
         number, base, arm = line["try"], self.arm(line["base"]), self.arm(line["arm"])
-        if (known := self.verdict(number)) is not None:
+        if (known := self.ledger.verdict(number)) is not None:
             return known
         looks, seeds = self.ledger.of("look", **{"try": number}), range(*line["seeds"])
         shown = looks[-1] if looks else {}  # one that decided it may have been the last line
@@ -346,7 +342,7 @@ class Study:
         estimate = paired(differences, LEVEL)
         good = estimate is not None and estimate.low > 0 and not failed
         values = {"pairs": len(differences)} | (asdict(estimate) if estimate else {})
-        values["provisional"] = sum((self.verdict(n) or {}).get("mean", 0.0) for n in tries)
+        values["provisional"] = sum((self.ledger.verdict(n) or {}).get("mean", 0.0) for n in tries)
         about = {"verdict": "confirmed" if good else "not confirmed", "reason": failed}
         return self.ledger.append(
             "sealed", arm=arm["key"], tries=tries, reading=number, **about, **values

@@ -1,6 +1,7 @@
 """Studies of real runs: what a verdict rests on, what is refused, and what a kill leaves."""
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -107,8 +108,11 @@ def test_a_verdict_rests_on_pairs_of_common_seeds_written_down_before_they_ran(t
     configs = [Record(tried / r["folder"]).config for r in runs if r["seed"] == 42]
     different = {k for k in configs[0] if configs[0][k] != configs[1][k]}
     assert different <= {"optim.lr", "name", "dump_dir"} and "optim.lr" in different
-    hashes = {tuple(Record(tried / r["folder"]).metrics.text("batch_hash")) for r in runs[:1]}
-    assert hashes and None not in next(iter(hashes))
+    rows = {
+        (r["seed"], r["arm"]): Record(tried / r["folder"]).metrics.text("batch_hash") for r in runs
+    }
+    assert rows[42, arm] == rows[42, base] != rows[43, arm] == rows[43, base]  # and the same rows
+    assert None not in rows[42, arm] != []
 
 
 def test_a_change_that_does_nothing_is_dropped_and_the_base_is_not_trained_again(tried):
@@ -132,6 +136,7 @@ def test_mistakes_are_named_and_leave_no_try(tried):
         ("claim=great", "claim"),
         ("seed=7", "seed"),
         ("app=apps.dpo", "apps.dpo"),
+        (f"patch={os.devnull}", os.devnull),
     ):
         assert name in call("try", tried, word, code=2)
     assert "unknown key" in call("confirm", tried, "at_once=2", code=2)
