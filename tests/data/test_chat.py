@@ -233,6 +233,8 @@ def test_pairs_of_one_prompt_at_least_are_held_out(tmp_path):
     manifest = source.manifest
     assert manifest.held_out_below > 2**64 // 50 and "held out 3 documents (8.33%)" in lines[-1]
     windows = held_out_answers(source, args.seq_len, (10**6, "bytes"))
+    parts = [held_out_answers(source, args.seq_len, b) for b in ((1, "bytes"), (9**9, "bytes", 1))]
+    assert 0 < parts[0].n_bytes < sum(part.n_bytes for part in parts) == windows.n_bytes
     decode = build_tokenizer(args.tokenizer).decode
     prompts = re.findall(r"q \d+", " ".join(map(decode, windows.tokens)))
     (held_out,) = set(prompts)

@@ -291,3 +291,8 @@ def test_validation_sources_are_measured_whole_and_never_trained_on(tmp_path):
     assert any(line.startswith("data.sources.a: 500 documents, ") for line in lines)
     assert opened.rows.names == ("a",) and list(opened.fingerprints) == ["data.content.a"]
     assert set(opened.held_out) == {"a", "v"}
+    parts = []
+    for size, skip in ((999, 0), (10**6, 999)):  # of each source, what lies behind the first part
+        args.validation = ValidationArgs(bytes=size, skip=skip, sources=["v"])
+        parts.append(TextData().open(args, tokenizer).held_out["v"].n_bytes)
+    assert 999 <= parts[0] < text == sum(parts)
