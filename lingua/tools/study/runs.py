@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from lingua.tools.slurm.status import ENDED, errors_of, job_states
 from lingua.tools.study.change import BASE, environment
 from lingua.tools.study.ledger import Line
 
-POLL_S = 0.5
+POLL_S, JOB_POLL_S = 0.5, 5.0
 FULL = re.compile("No space left|Disk quota|could not be saved|cannot be written")
 LAUNCH_LOG = "launch.log"  # what lingua stool prints
 
@@ -63,7 +63,7 @@ def run_all(
                     time.sleep(POLL_S)
         while _is_queued(root) and stop.signal is None:
             _end_beyond(root, seeds, *limits, ended)
-            time.sleep(POLL_S)
+            time.sleep(JOB_POLL_S)
     if stop.signal is not None:
         raise Interrupted(stop.signal)
     if not run_of(root, seeds[0]).is_dir():
@@ -99,12 +99,14 @@ def _end_beyond(
 
 
 def _seconds(run: Path) -> float:
-    """Since a run has started: by its processes here, or else by its newest start event."""
+    """Since a run that is not over has started: by its processes here, or its job."""
     begins = [process.create_time() for process in _processes(run)]
-    if not begins and (run / JOB_ID).exists():
-        starts = [e for e in Record(run, tail=4096).events if e["event"] == "start"]
-        begins = [datetime.fromisoformat(str(e["created_at"])).timestamp() for e in starts[-1:]]
-    return datetime.now(UTC).timestamp() - min(begins) if begins else 0.0
+    if (run / JOB_ID).exists():
+        job = f"--jobs={(run / JOB_ID).read_text().strip()}"
+        with suppress(UserError):  # Slurm has forgotten it
+            shown = run_slurm("squeue", "--noheader", "--states=RUNNING", "--format=%S", job)
+            begins += [datetime.fromisoformat(start).timestamp() for start in shown.split()]
+    return time.time() - min(begins) if begins else 0.0
 
 
 def _size(run: Path) -> int:
