@@ -139,7 +139,8 @@ def _complete_batch(
         cache = Cache(padding, size, overlap=tp - 1)
     step, unfinished = 0, len(rows)
     # Tensors that autograd can never see are faster to make, but FSDP does not take them.
-    with torch.inference_mode(mesh.size() == 1 and not isinstance(model, FSDPModule)):
+    alone = mesh.size() == 1 and not isinstance(model, FSDPModule)
+    with torch.inference_mode() if alone else nullcontext():  # its argument False records gradients
         while world_sum_(torch.tensor(unfinished)):  # some rank has an unfinished row
             if cache is None:
                 logits = _recomputed_logits(model, tokens, padding, tp)
