@@ -52,6 +52,8 @@ class WithLora(RunArgs):
             yield "checkpoint.init_from", "must be given: the model whose layers are changed"
         if self.distributed.float8 is not None:
             yield "distributed.float8", "must be null: layers with a change are not converted"
+        if self.lora.dropout and self.distributed.cp_size > 1:
+            yield "distributed.cp_size", "must be 1 with lora.dropout, whose noise is of whole rows"
 
     @property
     def noisy(self) -> str | None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # it imports this module
 class Adapted(nn.Linear):
     """A linear layer, frozen, and its change. `down` is float32 [rank, in], `up` [out, rank]."""
 
+    over_positions = "pointwise"
+
     def __init__(self, base: nn.Linear, name: str, args: "LoraArgs") -> None:
         sizes, bias = (base.in_features, base.out_features), base.bias is not None
         super().__init__(*sizes, bias, device="meta")

@@ -41,6 +41,8 @@ class Transformer(nn.Module):
     `hidden`.
     """
 
+    over_positions = "pointwise"  # for context parallelism; a derived class says it again
+
     def __init__(
         self,
         args: ModelArgs,

@@ -34,6 +34,7 @@ class ModelArgs(PlainArgs):
 class MultiToken(Transformer):
     """Tokens in, summed losses of the next `n_heads` tokens out."""
 
+    over_positions = "pointwise"
     args: ModelArgs
 
     def __init__(self, args: ModelArgs, n_heads: int) -> None:

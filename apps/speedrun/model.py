@@ -68,6 +68,8 @@ class ModelArgs(MainModelArgs):
 class Before(nn.Module):
     """The tokens before each token in its document. A module, since the cache keeps them by it."""
 
+    over_positions = "whole"
+
     def forward(self, tokens: Tensor, ctx: Context, n: int) -> list[Tensor]:
         """int64 B S each: the token, the one before it, and so on, n in all; NONE where the
         document has not so many."""
@@ -95,6 +97,8 @@ def ngram_rows(before: list[Tensor], n_rows: int) -> Tensor:
 class Scale(nn.Module):
     """x times a learned number for each feature."""
 
+    over_positions = "pointwise"
+
     def __init__(self, dim: int, start: float) -> None:
         super().__init__()
         self.weight, self.start = nn.Parameter(torch.empty(dim)), start
@@ -109,12 +113,17 @@ class Scale(nn.Module):
 class ValueAttention(Attention):
     """Attention whose values have a further embedding of the token added."""
 
+    over_positions = "heads"
+
     def __init__(self, args: TransformerArgs, out_factor: float) -> None:
         super().__init__(args, out_factor)
         self.value_embedding = nn.Embedding(args.vocab_size, self.wv.out_features)
 
     def values(self, x: Tensor, ctx: Context) -> Tensor:  # B S E -> B S H*D
         return super().values(x, ctx) + self.value_embedding(ctx.tokens)
+
+    def all_heads(self) -> tuple[str, ...]:
+        return (*super().all_heads(), "value_embedding")
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -123,6 +132,8 @@ class ValueAttention(Attention):
 
 class SquaredReLU(nn.Module):
     """w2(relu(w1 x)^2) (So et al., 2021), with as many weights as SwiGLU has."""
+
+    over_positions = "pointwise"
 
     def __init__(self, args: TransformerArgs, out_factor: float) -> None:
         super().__init__()
@@ -147,6 +158,7 @@ def block(args: Any, depth: int) -> TransformerBlock:
 class Speedrun(Transformer):
     """The Transformer of apps/main with the parts that its arguments ask for."""
 
+    over_positions = "pointwise"
     args: ModelArgs
 
     def __init__(self, args: ModelArgs, **parts: Any) -> None:

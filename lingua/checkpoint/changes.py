@@ -130,7 +130,7 @@ def log_resume(saved: Saved, differing: list[Change], topology: tuple[int, ...])
     logger.info(f"resuming {saved.checkpoint.path} (step {saved.progress.step})")
     if saved.topology != topology:
         logger.info(
-            "topology (dp_replicate, dp_shard, tp): "
+            "topology (dp_replicate, dp_shard, tp, and cp where it is not 1): "
             f"{saved.topology} when it was saved, {topology} now; the run is the same"
         )
     for line in changes_table(differing):

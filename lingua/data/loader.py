@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lingua.base.errors import UserError
 from lingua.data import IGNORE
 from lingua.data.rows import Documents, Rows
-from lingua.parallel.mesh import begin_world_sum_
+from lingua.parallel.mesh import begin_world_sum_, counts_rows
 from lingua.parallel.tensors import device_threads, to_device
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def agree(
         counts = torch.zeros_like(counts) if wrong else counts
         counts = (counts.double() / UNIT).round().long()
     counts = counts.sum(0)
-    if mesh.get_local_rank("tp"):  # tp ranks of a group hold the same rows: one of them counts
+    if not counts_rows(mesh):
         counts = torch.zeros_like(counts)
     flags = torch.tensor([stopping, save_overdue, fractional, wrong])
     total = torch.cat((counts, flags))

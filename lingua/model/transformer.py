@@ -181,6 +181,7 @@ class RMSNorm(nn.RMSNorm):
     """torch's RMSNorm. Of float32 on a CPU, where torch has no kernel for it, it takes a third of
     the time, and has no second derivative."""
 
+    over_positions = "pointwise"
     eps: float
 
     def forward(self, x: Tensor) -> Tensor:
@@ -213,6 +214,8 @@ class AllHeadsNorm(RMSNorm):
     """RMSNorm as arithmetic, which also runs where the features are a DTensor that is split over
     ranks: torch's operator does not. It adds up their squares over the ranks."""
 
+    over_positions = "pointwise"
+
     def forward(self, x: Tensor) -> Tensor:  # B S H*D
         wide = x.float()
         scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
@@ -221,6 +224,8 @@ class AllHeadsNorm(RMSNorm):
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions. A derived class may make other `values`."""
+
+    over_positions = "heads"
 
     def __init__(self, args: TransformerArgs, out_factor: float) -> None:
         super().__init__()
@@ -256,12 +261,19 @@ class Attention(nn.Module):
     def values(self, x: Tensor, ctx: Context) -> Tensor:  # B S E -> B S H*D
         return self.wv(x)
 
+    def all_heads(self) -> tuple[str, ...]:
+        """The modules whose outputs have all heads of a position; what follows has each alone."""
+        queries, keys = ("q_norm", "k_norm") if self.qk_norm == "all_heads" else ("wq", "wk")
+        return queries, keys, "wv"
+
     def reset_parameters(self) -> None:
         init_projections((self.wq, self.wk, self.wv), self.wo, self.out_factor, self.std)
 
 
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer, 2020): w2(silu(w1 x) * w3 x)."""
+
+    over_positions = "pointwise"
 
     def __init__(self, args: TransformerArgs, out_factor: float) -> None:
         super().__init__()
@@ -284,6 +296,8 @@ class Dropout(nn.Module):
     An element's fate is a hash of its position's key, the site and its feature: no generator, so it
     is the same when it is computed again, compiled, or for some of the positions only.
     """
+
+    over_positions = "pointwise"
 
     def __init__(self, p: float, site: str) -> None:
         super().__init__()
@@ -320,6 +334,8 @@ class TransformerBlock(nn.Module):
     Either may be of another kind, made and called as Attention and FeedForward are. A feed-forward
     may return (B S E, terms per row): the block then does, too.
     """
+
+    over_positions = "pointwise"
 
     def __init__(
         self,

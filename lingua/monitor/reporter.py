@@ -28,7 +28,7 @@ from lingua.monitor.logger import progress_line
 from lingua.monitor.means import Means, exact_sum, means
 from lingua.monitor.metrics import Chain, Earlier, append_line, cut_back, mfu, peak_mem_gib
 from lingua.parallel.heartbeat import Heartbeat
-from lingua.parallel.mesh import dp_gather, dp_sum_, gather, on_rank_0
+from lingua.parallel.mesh import cp_group, dp_gather, dp_sum_, gather, on_rank_0
 from lingua.parallel.tensors import to_device, to_host
 
 if TYPE_CHECKING:
@@ -158,12 +158,14 @@ class Reporter:
         self._take_time()
         # On CUDA the CPU time of a host that waits for its device cannot be told apart.
         host_s = self._data_s + (self._cpu_s if self.device.type == "cpu" else 0)
-        host = gather(to_device(torch.tensor([host_s]), self.device), self.mesh, "tp").flatten()
+        groups = self.mesh.get_group("tp"), cp_group(self.mesh)  # ranks with the same rows
+        host = gather(to_device(torch.tensor([host_s]), self.device), *groups).flatten()
         pairs = [torch.stack(parts) for parts in step.numbers.parts.values()]  # [n, 2] each
         sizes = [step.loss.numel(), *(pair.numel() for pair in pairs), len(host)]
         flat = torch.cat([step.loss.flatten(), *(pair.flatten() for pair in pairs), host])
         parts = dp_gather(flat, self.mesh).split(sizes, dim=1)
-        rows_hash = _agreed(dp_sum_(step.rows_hash.clone(), self.mesh), self.mesh)
+        rows_hash = dp_sum_(_agreed(step.rows_hash.clone(), groups[1]), self.mesh)
+        rows_hash = _agreed(rows_hash, groups[0])
         norm, bits, counts, losses, *rest, hosts = to_host(step.grad_norm, rows_hash, guard, *parts)
         nats = exact_sum(chain(*losses))
         sums = [[exact_sum(chain(*(row[i::2] for row in rows))) for i in (0, 1)] for rows in rest]
@@ -265,13 +267,12 @@ class Reporter:
             self.wandb.finish()
 
 
-def _agreed(hashed: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The hash where all tp ranks of a group have the same, another number where one differs."""
-    size = mesh["tp"].size()
-    if size == 1:
+def _agreed(hashed: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The hash where all ranks of a group have the same, another number where one differs."""
+    if group is None or (size := group.size()) == 1:
         return hashed
     total = hashed.clone()
-    dist.all_reduce(total, group=mesh.get_group("tp"))
+    dist.all_reduce(total, group=group)
     # Where one rank differs by d: 2d is added to the hash of the others, an odd multiple of d to
     # its own, so that neither is what it was.
     return hashed + 2 * (total - size * hashed)

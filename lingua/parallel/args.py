@@ -18,6 +18,9 @@ class DistributedArgs:
         None  # ranks each copy is sharded over; null takes what remains
     )
     tp_size: Additions[int] = 1  # ranks a layer is split over (tensor parallelism)
+    # neighbours on dp_shard that have the same rows and divide their positions (context
+    # parallelism)
+    cp_size: Additions[int] = 1
     # use as many ranks as fit the sizes above, and leave the others idle; without it, ranks that do
     # not fit wait for more where torchrun has restarts, else they are an error
     spare: Operational[bool] = False
@@ -67,12 +70,14 @@ class DistributedArgs:
         self.threads = self.threads or (1 if exact else None)
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        sizes = "dp_replicate", "dp_shard", "tp_size"
+        sizes = "dp_replicate", "dp_shard", "tp_size", "cp_size"
         yield from bounds(self, 1, *sizes, "check_every", maximum=1 << 24)
         yield from bounds(self, 1, "threads", maximum=1024)
         yield from bounds(self, 1, "rendezvous_s", "timeout_s", "step_timeout_s", maximum=86400)
         if self.dp_replicate is None and self.dp_shard is None:
             yield "dp_replicate", "must be given when distributed.dp_shard is null"
+        if self.dp_shard is not None and self.dp_shard % self.cp_size:
+            yield "cp_size", f"must divide distributed.dp_shard = {self.dp_shard}"
 
 
 def mesh_sizes(args: DistributedArgs, world_size: int) -> tuple[int, int, int]:
@@ -80,19 +85,20 @@ def mesh_sizes(args: DistributedArgs, world_size: int) -> tuple[int, int, int]:
     replicate, shard, tp = args.dp_replicate, args.dp_shard, args.tp_size
     known = least_ranks(args)
     shown = f"distributed.dp_replicate = {replicate}, dp_shard = {shard}, tp_size = {tp}"
+    shown += f", cp_size = {args.cp_size}" * (args.cp_size > 1)
     shown = shown.replace("None", "null")
     if replicate is not None and shard is not None and known != world_size:
         raise UserError(f"{shown}: their product is {known}, but {world_size} processes run")
     if world_size % known:
         raise UserError(f"{shown}: {known} does not divide the number of processes, {world_size}")
     rest = world_size // known
-    return replicate or rest, shard or rest, tp
+    return replicate or rest, shard or rest * args.cp_size, tp
 
 
 def least_ranks(args: DistributedArgs) -> int:
-    """The product of the sizes that are given: a mesh has a multiple of it, or just as many ranks
-    where all are given."""
-    return (args.dp_replicate or 1) * (args.dp_shard or 1) * args.tp_size
+    """The product of the sizes that are given, cp_size where dp_shard is not: a mesh has a multiple
+    of it, or just as many ranks where all are given."""
+    return (args.dp_replicate or 1) * (args.dp_shard or args.cp_size) * args.tp_size
 
 
 def fitting(args: DistributedArgs, world_size: int) -> int:

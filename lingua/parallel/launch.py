@@ -15,7 +15,7 @@ from lingua.parallel.args import DistributedArgs, fitting, mesh_sizes
 from lingua.parallel.environment import Launch, restarts_in_torchrun
 from lingua.parallel.environment import detect_launch as detect_launch  # callers need it to start
 from lingua.parallel.heartbeat import ABORT_S, Heartbeat
-from lingua.parallel.mesh import AXES, LEFT, all_call, share, world_sum_
+from lingua.parallel.mesh import AXES, LEFT, all_call, cp_group, share, share_rows, world_sum_
 from lingua.parallel.torch_private import set_group_timeout
 
 
@@ -94,6 +94,7 @@ def start(
         watch(heart, store, launch)
     sizes = mesh_sizes(args, launch.world_size)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    share_rows(mesh, args.cp_size)
     set_timeout(mesh, args.timeout_s, heart)  # a mesh's groups do not inherit it
     return mesh
 
@@ -150,7 +151,7 @@ def set_timeout(mesh: DeviceMesh, seconds: float, heart: Heartbeat) -> None:
     """Set how long later collectives of the device wait for another rank."""
     heart.patience_s = seconds
     abort_s = seconds + (ABORT_S if mesh.device_type == "cuda" else 0)
-    for group in mesh.get_all_groups():
+    for group in filter(None, (*mesh.get_all_groups(), cp_group(mesh))):
         set_group_timeout(group, mesh.device_type, timedelta(seconds=abort_s))
 
 

@@ -2,7 +2,7 @@
 which ranks agree (docs/architecture.md: when to use which).
 
 The mesh always has all three axes, each of any size, 1 included, so that no caller needs a special
-case.
+case. `cp_size` neighbours on dp_shard are one data-parallel rank: they have the same rows.
 """
 
 import json
@@ -24,28 +24,62 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 AXES = ("dp_replicate", "dp_shard", "tp")
+WORDS = (*AXES, "cp")  # of the numbers of `sizes_of`
 LEFT = "lingua/left"  # key in the store: how many processes have left the group, or the idle ranks
+_CP = "lingua_cp"  # attribute of a mesh
 READ_S = 5.0  # seconds for the other ranks to read why rank 0 ends, whose process has the store
 
 
+def share_rows(mesh: DeviceMesh, cp: int) -> None:
+    """Make each `cp` neighbours on dp_shard one data-parallel rank. Called by every rank, once."""
+    if cp > 1:
+        ranks = mesh.mesh.view(-1, cp, mesh["tp"].size()).transpose(1, 2)  # ..., tp, cp
+        group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, cp).tolist())
+        setattr(mesh, _CP, group)  # DeviceMesh has no axis inside of another
+
+
+def cp_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks that divide the positions of this one's rows; None where it has them all."""
+    return getattr(mesh, _CP, None)
+
+
+def cp_size(mesh: DeviceMesh) -> int:
+    group = cp_group(mesh)
+    return 1 if group is None else group.size()
+
+
+def sizes_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The topology as files have it: (dp_replicate, dp_shard, tp), and cp where it is not 1."""
+    cp = cp_size(mesh)
+    return (*mesh.shape, cp) if cp > 1 else mesh.shape
+
+
 def dp_rank(mesh: DeviceMesh) -> int:
-    """This process's data-parallel rank, the same for every tp rank of a group.
+    """This process's data-parallel rank, the same for every tp and cp rank of a group.
 
     In `0 ... dp_degree(mesh) - 1`. Everything that differs from one data-parallel rank to the next
     uses this number.
     """
     replicate, shard = mesh.get_local_rank("dp_replicate"), mesh.get_local_rank("dp_shard")
-    return replicate * mesh["dp_shard"].size() + shard
+    return (replicate * mesh["dp_shard"].size() + shard) // cp_size(mesh)
 
 
 def dp_degree(mesh: DeviceMesh) -> int:
     """The number of data-parallel ranks."""
     replicate, shard, _ = mesh.shape  # called for each token: mesh["dp_shard"] takes 60 us
-    return replicate * shard
+    return replicate * shard // cp_size(mesh)
+
+
+def counts_rows(mesh: DeviceMesh) -> bool:
+    """Whether this is the one of the ranks with the same rows that counts them."""
+    group = cp_group(mesh)
+    return not mesh.get_local_rank("tp") and (group is None or not group.rank())
 
 
 def dp_sum_(t: Tensor, mesh: DeviceMesh) -> Tensor:
     """Sum `t` over the data-parallel ranks, in place. int64 wraps modulo 2^64."""
+    if (group := cp_group(mesh)) is not None and group.rank():
+        t.zero_()  # its group's first rank has the same
     for axis in ("dp_shard", "dp_replicate"):
         if mesh[axis].size() > 1:
             dist.all_reduce(t, group=mesh.get_group(axis))
@@ -54,16 +88,17 @@ def dp_sum_(t: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def dp_gather(t: Tensor, mesh: DeviceMesh) -> Tensor:
     """`t` of every data-parallel rank, in their order: [ranks, ...]."""
-    return gather(t, mesh, "dp_shard", "dp_replicate")
+    groups = mesh.get_group("dp_shard"), mesh.get_group("dp_replicate")
+    return gather(t, *groups)[:: cp_size(mesh)]
 
 
-def gather(t: Tensor, mesh: DeviceMesh, *axes: str) -> Tensor:
-    """`t` of every rank of these axes, the last one outermost: [ranks, ...]."""
+def gather(t: Tensor, *groups: dist.ProcessGroup | None) -> Tensor:
+    """`t` of every rank of these groups, the last one outermost: [ranks, ...]."""
     t = t[None]
-    for axis in axes:
-        if (size := mesh[axis].size()) > 1:
+    for group in groups:
+        if group is not None and (size := group.size()) > 1:
             parts = [torch.empty_like(t) for _ in range(size)]
-            dist.all_gather(parts, t.contiguous(), group=mesh.get_group(axis))
+            dist.all_gather(parts, t.contiguous(), group=group)
             t = torch.cat(parts)
     return t
 
@@ -71,11 +106,11 @@ def gather(t: Tensor, mesh: DeviceMesh, *axes: str) -> Tensor:
 def divide(work: Callable[[list[T]], list[R]], items: list[T], mesh: DeviceMesh) -> list[R]:
     """The results of `work`, an item each, which the data-parallel ranks divide among themselves.
 
-    Every rank calls it with the same items and has all results; the tp ranks of a group do the same
-    part. `work` is also called with no items: it may hold collectives.
+    Every rank calls it with the same items and has all results; the tp and cp ranks of a group do
+    the same part. `work` is also called with no items: it may hold collectives.
     """
     parts = gather_on_every_rank(work(items[dp_rank(mesh) :: dp_degree(mesh)]))
-    by_dp_rank = parts[:: mesh["tp"].size()]  # a row of the mesh is a data-parallel rank
+    by_dp_rank = parts[:: mesh["tp"].size() * cp_size(mesh)]  # neighbours are a data-parallel rank
     return [by_dp_rank[i % len(by_dp_rank)][i // len(by_dp_rank)] for i in range(len(items))]
 
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.gradients import Sharded
+from lingua.parallel.mesh import cp_size
 from lingua.parallel.plan import (
     ParallelPlan,
     blocks_of,
@@ -41,7 +42,7 @@ def parallelize_model(
     Raises UserError where the plan does not fit, see `check_layout`.
     """
     plan = plan or ParallelPlan()
-    check_layout(model, plan, mesh["tp"].size())
+    check_layout(model, plan, mesh["tp"].size(), cp_size(mesh))
     unsharded = mesh.size() == 1 and args.dtype == torch.float32 and not exact
     if args.float8 is not None:
         from lingua.parallel.float8 import to_float8
@@ -51,6 +52,10 @@ def parallelize_model(
         from lingua.parallel.tensor_parallel import apply_tensor_parallel
 
         apply_tensor_parallel(model, mesh["tp"], plan)
+    if cp_size(mesh) > 1:
+        from lingua.parallel.context_parallel import divide_positions
+
+        divide_positions(model, mesh, plan)
     _wrap_blocks(model, plan, args)
     if unsharded:
         return model  # nothing to shard, sum or cast: FSDP's hooks would only cost time

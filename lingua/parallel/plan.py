@@ -59,8 +59,9 @@ class ParallelPlan:
 _INPUT_OUTPUT_STYLES = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
 
 
-def check_layout(model: nn.Module, plan: ParallelPlan | None, tp: int) -> None:
-    """Check that a plan fits a plain model, which may be on the meta device, and `tp` ranks.
+def check_layout(model: nn.Module, plan: ParallelPlan | None, tp: int, cp: int = 1) -> None:
+    """Check that a plan fits a plain model, which may be on the meta device, `tp` ranks, and `cp`
+    that divide positions.
 
     It needs no processes. A style that is not torch's own is trusted to distribute the parameters
     of its modules; `parallelize_model` looks at what it did. Raises UserError, which names
@@ -95,6 +96,10 @@ def check_layout(model: nn.Module, plan: ParallelPlan | None, tp: int) -> None:
         problems += unclear({name: s for name, s in styles if within(name, plan.blocks)})
         styled = [name for name, style in styles if type(style) not in _INPUT_OUTPUT_STYLES]
         problems += undeclared([name for name in parameters if not within(name, styled)], plan, tp)
+    if cp > 1:
+        from lingua.parallel.context_parallel import undivided
+
+        problems += undivided(model, tp, cp)
     if problems:
         raise UserError("\n".join(problems))
 

@@ -28,7 +28,7 @@ from lingua.data.sources import TextData
 from lingua.model.head import chunk_note
 from lingua.model.transformer import Attention
 from lingua.optim.schedule import schedule_warnings
-from lingua.parallel.mesh import AXES, dp_degree, gather_on_every_rank, on_rank_0
+from lingua.parallel.mesh import WORDS, dp_degree, gather_on_every_rank, on_rank_0, sizes_of
 from lingua.run.args import RunArgs
 from lingua.run.receipt import write_receipt
 from lingua.run.run import Run
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 def announce(run: Run, checked: Checked) -> None:
     """Write config.yaml, log what starts, and write its event lines. Called by every rank."""
-    args, step, topology = run.args, run.progress.step, run.mesh.shape
+    args, step, topology = run.args, run.progress.step, sizes_of(run.mesh)
     run.saver.wait()  # raises an error where a later start has the run
     on_rank_0(lambda: write_atomically(args.folder / CONFIG, to_yaml(args)))
     on_rank_0(lambda: (args.folder / RECEIPT).unlink(missing_ok=True))  # of an earlier end
@@ -59,11 +59,11 @@ def announce(run: Run, checked: Checked) -> None:
 
 def started_again(run: Run, hosts: list[str]) -> dict[str, Any]:
     """What the event of a later start has besides (docs/runs.md). Logs what nobody asked for."""
-    earlier, mesh = run.report.earlier, run.mesh.shape
+    earlier, mesh = run.report.earlier, run.mesh.shape  # cp divides dp_shard
     if not earlier.start:
         return {}
     known, before = earlier.start.get("hosts") or hosts, earlier.start.get("topology") or mesh
-    again, n, old = max(0, earlier.step - run.progress.step), prod(mesh), prod(before)
+    again, n, old = max(0, earlier.step - run.progress.step), prod(mesh), prod(before[:3])
     changes = [f"{n} instead of {counted(old, 'rank')}"] * (n != old)
     changes += [f"{counted(again, 'step')} to do again"] * (again > 0)
     changes += [f"{host} has left" for host in known if host not in hosts]
@@ -80,7 +80,7 @@ def describe(args: RunArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[str]
     n_parameters = sum(p.numel() for p in model.parameters())
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     device = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
-    sizes = ", ".join(f"{axis} {size}" for axis, size in zip(AXES, mesh.shape, strict=True))
+    sizes = ", ".join(f"{axis} {size}" for axis, size in zip(WORDS, sizes_of(mesh), strict=False))
     degree, n = dp_degree(mesh), dist.get_world_size()
     n_micro, rows = args.micro_steps(degree)
     yield f"{args.name}: {parameters_text(n_parameters, n_trained)} on {n} x {device} ({sizes})"

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lingua.base.errors import UserError
+from lingua.parallel.mesh import cp_size
 from lingua.parallel.plan import find_modules
 from lingua.parallel.tensors import whole
 
@@ -26,15 +27,16 @@ def recorded(
 
     Under tensor parallelism a part is made whole where it is a DTensor before the module's style
     makes it plain, or where it has a rank's share of the `data.seq_len` positions (dim 1). Another
-    plain tensor must be equal on all tp ranks. Compiled blocks run without the compiler: they do
-    not call hooks that are younger than they are.
+    plain tensor must be equal on all tp ranks. With context parallelism all must be parts, as they
+    are outside of attention. Compiled blocks run without the compiler: they do not call hooks that
+    are younger than they are.
 
     Raises UserError where a pattern matches no module, or a module returns something else.
     """
     states: dict[str, Tensor] = {}
     styled: dict[str, Tensor | None] = {}  # made whole before the style has its turn
     plain: dict[str, Tensor] = {}  # sums of those that must be equal on all tp ranks
-    tp = mesh["tp"]
+    tp, cp, seq_len = mesh["tp"], cp_size(mesh), args.data.seq_len
 
     def see(name: str, module: nn.Module, inputs: Any, out: Any) -> None:
         t = _first(name, out)
@@ -46,15 +48,22 @@ def recorded(
         t = styled.pop(name)
         if t is None:
             t = _first(name, out)
-            if (
-                t.ndim > 2
-                and t.shape[1] * tp.size() == args.data.seq_len
-                and not isinstance(t, DTensor)
-            ):
+            part = t.ndim > 2 and t.shape[1] * tp.size() * cp == seq_len
+            if part and not isinstance(t, DTensor):
                 t = DTensor.from_local(t, tp, [Shard(1)])
             elif tp.size() > 1 and not isinstance(t, DTensor):
                 plain[name] = t.float().nan_to_num().sum()
         states[name] = whole(t)
+        if cp > 1:
+            from lingua.parallel.context_parallel import joined
+
+            if states[name].shape[1] * cp != seq_len:
+                shape = list(states[name].shape)
+                need = (
+                    f"must be {seq_len // cp} positions, of which cp_size = {cp} ranks are joined"
+                )
+                raise UserError(f"hidden states: {name} returns {shape}; {need}")
+            states[name] = joined(states[name], 1, mesh)
 
     with ExitStack() as hooks:
         for name, module in find_modules(model, patterns).items():

@@ -26,7 +26,7 @@ from lingua.monitor.reporter import Reporter
 from lingua.optim.optimizer import LoopOptimizer, NonFiniteGuard
 from lingua.optim.schedule import lr_at
 from lingua.parallel.gradients import grad_norms
-from lingua.parallel.mesh import all_call
+from lingua.parallel.mesh import all_call, sizes_of
 from lingua.parallel.parallelize import reshard
 from lingua.parallel.plan import find_modules
 from lingua.parallel.signals import StopRequest
@@ -188,7 +188,7 @@ class Run:
             tokens=progress.position * args.data.seq_len,
             schedule={"step": progress.step, "lr": lr_at(progress.step, args.optim, args.steps)},
             param_groups=settings_of(self.optimizer),
-            topology=list(self.mesh.shape),
+            topology=list(sizes_of(self.mesh)),
             data=self.fingerprints,
             held_out=held_out,
         )

@@ -43,7 +43,7 @@ from lingua.parallel.args import fitting, mesh_sizes
 from lingua.parallel.gradients import Sharded
 from lingua.parallel.heartbeat import Heartbeat
 from lingua.parallel.launch import detect_launch, pick_device, start
-from lingua.parallel.mesh import dp_degree, on_rank_0
+from lingua.parallel.mesh import dp_degree, on_rank_0, sizes_of
 from lingua.parallel.plan import ParallelPlan, check_layout
 from lingua.parallel.signals import Stopped, StopRequest
 from lingua.run.args import RunArgs
@@ -241,7 +241,7 @@ def restore(
         if origin is not None:
             origin.load_base(model, base)
         open_checkpoint(saved.checkpoint).load(tensors_of(model, optimizer, without=base))
-        log_resume(saved, changes, mesh.shape)
+        log_resume(saved, changes, sizes_of(mesh))
         return saved.progress
     if origin is not None:
         new = args.checkpoint.init_new
@@ -281,6 +281,7 @@ def check_run(
     if args.app not in (None, app.path):
         raise UserError(f"app = {args.app}: this program trains {app.path}; leave it out")
     replicas, shards, tp = sizes
+    degree, cp = replicas * shards // args.distributed.cp_size, args.distributed.cp_size
     args.app = app.path
     args.dump_dir = str(args.folder)
     data: Data = app.data or TextData(prepared)
@@ -289,7 +290,7 @@ def check_run(
     classes, allowed = resume_classes(type(args)), args.checkpoint.allow_change
     saved, origin = find_start(found, args.checkpoint, classes, app)
     previous_rows = previous_rows if saved is None else saved.config["data.global_batch_size"]
-    resolve(args, replicas * shards, tokenizer, saved, previous_rows)
+    resolve(args, degree, tokenizer, saved, previous_rows)
     config = flatten(args)
     changes: list[Change] = []
     if saved is not None:
@@ -299,11 +300,11 @@ def check_run(
         changes += kernel_changes(saved, device) if args.deterministic else []
     elif origin is not None:
         changes = origin.check(args.model, config, tokenizer, classes, allowed)
-    args.micro_steps(replicas * shards)
+    args.micro_steps(degree)
     resolve_attention(args, device)
     built = app.build(args)
     check_forward(built.module, args)
-    check_layout(built.module, built.plan, tp)
+    check_layout(built.module, built.plan, tp, cp)
     if built.base:
         from lingua.checkpoint.origin import find_base  # imported where there is one
 

@@ -14,7 +14,7 @@ from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.parallelize import parallelize_model
 from lingua.parallel.plan import ParallelPlan
 
-Sizes = tuple[int, int, int]  # of dp_replicate, dp_shard, tp
+Sizes = tuple[int, ...]  # of dp_replicate, dp_shard, tp, and cp, which is a part of dp_shard
 
 # Every topology with the largest micro-batch of its own, and a way to sync gradients.
 TOPOLOGIES: dict[Sizes, tuple[int, str]] = {
@@ -28,6 +28,11 @@ TOPOLOGIES: dict[Sizes, tuple[int, str]] = {
     (2, 2, 2): (1, "last"),
     (1, 3, 1): (1, "last"),
     (3, 1, 2): (2, "replica_last"),
+    (1, 2, 1, 2): (3, "last"),
+    (1, 4, 1, 4): (7, "every"),
+    (1, 4, 1, 2): (2, "last"),
+    (1, 2, 2, 2): (2, "every"),
+    (2, 2, 1, 2): (1, "replica_last"),
 }
 
 
@@ -37,8 +42,8 @@ def name_of(sizes: Sizes) -> str:
 
 def mesh(sizes: Sizes) -> dict[str, int]:
     """The keys of a mesh."""
-    keys = ("dp_replicate", "dp_shard", "tp_size")
-    return {f"distributed.{key}": size for key, size in zip(keys, sizes, strict=True)}
+    keys = ("dp_replicate", "dp_shard", "tp_size", "cp_size")
+    return {f"distributed.{key}": size for key, size in zip(keys, sizes, strict=False)}
 
 
 def on_its_own(sizes: Sizes) -> dict[str, Any]:

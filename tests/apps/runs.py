@@ -462,7 +462,7 @@ class Runs:
     ) -> Outcome:
         dump_dir = dump_dir or self.folder / str(next(self.numbers))
         config = self.config(sizes, {"dump_dir": dump_dir} | (overrides or {}))
-        ranks = self.ranks.run(math.prod(sizes), train_here, config, build, twist, app, look)
+        ranks = self.ranks.run(math.prod(sizes[:3]), train_here, config, build, twist, app, look)
         run = Outcome(dump_dir, ranks)
         assert (run.error is not None) == refused, run.error
         return run
