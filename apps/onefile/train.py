@@ -783,7 +783,7 @@ data: {stages: [], n_views: 2, chat: null, document_mask: none, on_no_targets: s
 model: {rope_scaling: null, sliding_window: null, qkv_bias: false, qk_norm: null,
   norm_placement: null, dropout: 0.0},
 optim: {name: adamw, lr_scale: {}, cycle_length: 1.0, cosine_theta: 1.0},
-distributed: {dp_replicate: 1, dp_shard: null, tp_size: 1, float8: null, compile: false,
+distributed: {dp_replicate: 1, dp_shard: null, tp_size: 1, cp_size: 1, float8: null, compile: false,
   activation_checkpointing: none},
 checkpoint: {eval: {every: 0, keep: -1}, keep_every: 0, keep_best: false, path: null,
   async_save: false, init_from: null, init_new: [], continue_training_from_init: false,

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.gradients import Sharded
-from lingua.parallel.mesh import cp_size
+from lingua.parallel.mesh import cp_group, cp_size
 from lingua.parallel.plan import (
     ParallelPlan,
     blocks_of,
@@ -52,10 +52,10 @@ def parallelize_model(
         from lingua.parallel.tensor_parallel import apply_tensor_parallel
 
         apply_tensor_parallel(model, mesh["tp"], plan)
-    if cp_size(mesh) > 1:
+    if (group := cp_group(mesh)) is not None:
         from lingua.parallel.context_parallel import divide_positions
 
-        divide_positions(model, mesh, plan)
+        divide_positions(model, modules_of(model).values(), group, mesh["tp"].size())
     _wrap_blocks(model, plan, args)
     if unsharded:
         return model  # nothing to shard, sum or cast: FSDP's hooks would only cost time

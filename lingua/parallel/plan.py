@@ -99,7 +99,7 @@ def check_layout(model: nn.Module, plan: ParallelPlan | None, tp: int, cp: int =
     if cp > 1:
         from lingua.parallel.context_parallel import undivided
 
-        problems += undivided(model, tp, cp)
+        problems += undivided(modules_of(model), tp, cp)
     if problems:
         raise UserError("\n".join(problems))
 

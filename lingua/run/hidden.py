@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lingua.base.errors import UserError
-from lingua.parallel.mesh import cp_size
+from lingua.parallel.mesh import cp_group, cp_size
 from lingua.parallel.plan import find_modules
 from lingua.parallel.tensors import whole
 
@@ -54,16 +54,13 @@ def recorded(
             elif tp.size() > 1 and not isinstance(t, DTensor):
                 plain[name] = t.float().nan_to_num().sum()
         states[name] = whole(t)
-        if cp > 1:
+        if (group := cp_group(mesh)) is not None:
             from lingua.parallel.context_parallel import joined
 
             if states[name].shape[1] * cp != seq_len:
-                shape = list(states[name].shape)
-                need = (
-                    f"must be {seq_len // cp} positions, of which cp_size = {cp} ranks are joined"
-                )
-                raise UserError(f"hidden states: {name} returns {shape}; {need}")
-            states[name] = joined(states[name], 1, mesh)
+                need = f"must have {seq_len // cp} positions (dim 1) with cp_size = {cp}"
+                raise UserError(f"hidden states: {name} has {list(states[name].shape)}; {need}")
+            states[name] = joined(states[name], 1, group)
 
     with ExitStack() as hooks:
         for name, module in find_modules(model, patterns).items():

@@ -194,10 +194,10 @@ def read_computed_by(by: Implementation, task: Task) -> Computed:
 def mesh_keys(part: Part) -> dict[str, Any]:
     """The mesh that a part was computed on, where there are as many processes here; otherwise all
     of them share the parameters."""
-    names = [f"distributed.{name}" for name in ("dp_replicate", "dp_shard", "tp_size")]
-    if prod(part.topology) == detect_launch().world_size:
-        return dict(zip(names, part.topology, strict=False))
-    return dict(zip(names, (1, "null", 1), strict=True)) | {"grad_acc_steps": "null"}
+    names = [f"distributed.{name}" for name in ("dp_replicate", "dp_shard", "tp_size", "cp_size")]
+    if prod(part.topology[:3]) == detect_launch().world_size:
+        return dict(zip(names, [*part.topology, 1], strict=False))
+    return dict(zip(names, (1, "null", 1, 1), strict=True)) | {"grad_acc_steps": "null"}
 
 
 def open_saved(path: Path) -> TensorSource:

@@ -69,7 +69,7 @@ REFUSED = """
 app data.stages data.n_views data.chat data.document_mask data.on_no_targets model.rope_scaling
 model.sliding_window model.qkv_bias model.qk_norm model.norm_placement model.dropout optim.name
 optim.lr_scale optim.cycle_length optim.cosine_theta distributed.dp_replicate
-distributed.dp_shard distributed.tp_size distributed.float8 distributed.compile
+distributed.dp_shard distributed.tp_size distributed.cp_size distributed.float8 distributed.compile
 distributed.activation_checkpointing checkpoint.eval.every checkpoint.eval.keep
 checkpoint.keep_every checkpoint.keep_best checkpoint.path checkpoint.async_save
 checkpoint.init_from checkpoint.continue_training_from_init checkpoint.allow_change
