@@ -32,6 +32,7 @@ MEASUREMENTS: dict[str, tuple[str, int | None]] = {
     "elastic": ("seconds from the kill of one of four agents to the next step, by part", 5),
     "ranks": ("descriptors, messages and seconds of 8 to 64 ranks, by what grows", None),
     "sync": ("what distributed.grad_sync and deterministic: mesh send, and cost", 5),
+    "context": ("what dividing the positions of rows costs, over dividing rows", 5),
     "recheck": ("what distributed.check_every costs, as a share of a step", 5),
     "lora": ("time and memory of a step with adapters, over full tuning", 5),
     "receipt": ("what a run records for audits, as a share of a step", 3),

@@ -2,8 +2,9 @@
 
 Real launches of any app (`app=`, `config=`): one process, and a run that changes its mesh and
 micro-batches at every start. Compared are the loss of every step and the hash of every global
-batch. With `deterministic=mesh` compared are all numbers of every step and all tensors of the last
-checkpoint, to the last bit: of a run on each mesh, and of one that changes its mesh at every start.
+batch. With `distributed.cp_size=N` the starts whose shards it divides have it. With
+`deterministic=mesh` compared are all numbers of every step and all tensors of the last checkpoint,
+to the last bit: of a run on each mesh, and of one that changes its mesh at every start.
 """
 
 from dataclasses import dataclass, replace
@@ -21,14 +22,14 @@ from lingua.base.errors import UserError, import_optional
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.source import open_checkpoint
 from lingua.monitor.metrics import Chain
-from lingua.parallel.mesh import AXES
+from lingua.parallel.mesh import AXES, WORDS
 from lingua.tools.audit.records import digest_of_files
 
 # The starts of the run that is stopped: (dp_replicate, dp_shard, tp), and rows of a micro-batch.
 STARTS = (
     ((1, 1, 1), 16), ((2, 1, 1), 3), ((1, 2, 1), 8), ((1, 1, 2), 5), ((1, 2, 2), 4),
 )  # fmt: skip
-MESH = ", ".join(AXES)
+MESH, CP = ", ".join(AXES), "distributed.cp_size="
 EXACT_MESHES = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1), (1, 5, 1))
 COLORS = ("#2a78d6", "#eb6834", "#1baf7a", "#4a3aa7", "#c98500")  # one for each start
 MUTED = "#666666"
@@ -43,12 +44,12 @@ Metrics = list[dict[str, Any]]  # the metrics of every step of a run
 class Start:
     """One start of the run that is stopped."""
 
-    sizes: tuple[int, int, int]  # dp_replicate, dp_shard, tp
+    sizes: tuple[int, ...]  # dp_replicate, dp_shard, tp, and cp where it divides positions
     rows: int  # largest micro-batch
     steps: slice  # from the one that it resumes from to its last
 
     def label(self) -> str:
-        axes = [f"{name} {n}" for name, n in zip(AXES, self.sizes, strict=True) if n > 1]
+        axes = [f"{name} {n}" for name, n in zip(WORDS, self.sizes, strict=False) if n > 1]
         kind = "\n".join(axes) or "one process"
         return f"{kind}\n{self.rows} rows at once"
 
@@ -67,7 +68,7 @@ def measure(keys: list[str], png: Path | None = None) -> Report:
             report = measure_exact(app, keys, folder)
         else:
             report = measure_close(app, keys, folder, png)
-    args = read_config(keys, app)
+    args = read_config([key for key in keys if not key.startswith(CP)], app)
     steps = f"the first {args.end} of {args.steps} steps, of rows of {args.data.seq_len} tokens"
     return replace(report, notes=[*report.notes, f"{steps}; stop_at=N takes more"])
 
@@ -79,9 +80,10 @@ def measure_close(app: App, keys: list[str], folder: str, png: Path | None) -> R
         words = [f"stop_at={start.steps.stop}", f"data.batch_size={start.rows}"]
         stopped = train([*keys, *words], f"{folder}/stopped", start.sizes)
     apart, equal = compare(never, stopped)
+    mesh = ", ".join(WORDS[: max(len(start.sizes) for start in starts)])
     rows = [
         {
-            MESH: f"{start.sizes}",
+            mesh: f"{start.sizes}",
             "micro-batch": f"{start.rows} rows",
             "steps": f"{start.steps.start + 1} to {start.steps.stop}",
             "equal batches": sum(equal[start.steps]),
@@ -131,10 +133,13 @@ def outcome(dump_dir: Path) -> tuple[list[str], str]:
 
 def starts_of(app: App, keys: list[str]) -> list[Start]:
     """Equal parts of the run; without tensor parallelism where the model gives no such layout."""
-    args = read_config(keys, app)
+    args = read_config([key for key in keys if not key.startswith(CP)], app)
     plan = app.build(args).plan
     has_tp = plan is not None and plan.tp is not None
     chosen = [(sizes, rows) for sizes, rows in STARTS if has_tp or sizes[2] == 1]
+    cp = next((int(key.removeprefix(CP)) for key in keys if key.startswith(CP)), 1)
+    if cp > 1:
+        chosen = [((*m, cp) if m[1] % cp == 0 else m, rows) for m, rows in chosen]
     n = len(chosen)
     if args.end < n:
         key = "steps" if args.end == args.steps else "stop_at"
@@ -143,11 +148,12 @@ def starts_of(app: App, keys: list[str]) -> list[Start]:
     return [Start(*pair, slice(*part)) for pair, part in zip(chosen, parts, strict=True)]
 
 
-def train(keys: list[str], dump_dir: str, sizes: tuple[int, int, int]) -> Metrics:
+def train(keys: list[str], dump_dir: str, sizes: tuple[int, ...]) -> Metrics:
     """Start the program on a mesh of these sizes; the metrics of all steps so far."""
-    axes = zip(("dp_replicate", "dp_shard", "tp_size"), sizes, strict=True)
+    keys = [key for key in keys if not key.startswith(CP)]
+    axes = zip(("dp_replicate", "dp_shard", "tp_size", "cp_size"), sizes, strict=False)
     mesh = [f"distributed.{name}={n}" for name, n in axes]
-    train_forked([*keys, *mesh, f"dump_dir={dump_dir}"], prod(sizes))
+    train_forked([*keys, *mesh, f"dump_dir={dump_dir}"], prod(sizes[:3]))
     return read_lines(Path(dump_dir, METRICS))
 
 

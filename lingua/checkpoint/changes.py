@@ -12,6 +12,7 @@ from lingua.checkpoint.saved import ABSENT, Saved
 from lingua.checkpoint.state import versions
 from lingua.data.rows import CONTENT
 from lingua.data.stream import shares
+from lingua.parallel.mesh import WORDS
 
 MIXTURE = ("data.sources", "data.stages")
 EXACT = ("data.batch_size", "distributed.threads")  # what rounding depends on
@@ -129,9 +130,8 @@ def log_resume(saved: Saved, differing: list[Change], topology: tuple[int, ...])
     """Log what is resumed and what is different."""
     logger.info(f"resuming {saved.checkpoint.path} (step {saved.progress.step})")
     if saved.topology != topology:
-        logger.info(
-            "topology (dp_replicate, dp_shard, tp, and cp where it is not 1): "
-            f"{saved.topology} when it was saved, {topology} now; the run is the same"
-        )
+        names = ", ".join(WORDS[: max(len(saved.topology), len(topology))])
+        both = f"{saved.topology} when it was saved, {topology} now"
+        logger.info(f"topology ({names}): {both}; the run is the same")
     for line in changes_table(differing):
         logger.info(line)

@@ -46,7 +46,9 @@ EXACT = ("batch_hash", "skipped_steps", "lr", "tokens")
 # Of a start event; bits depend on it.
 START = ("lingua", "torch", "python", "device", "cpu_capability")
 INEXACT = "bits not promised, compared to rounding"
-MESH = re.compile(r"app|distributed\.(dp_replicate|dp_shard|[tc]p_size)")  # may be given to an audit
+MESH = re.compile(
+    r"app|distributed\.(dp_replicate|dp_shard|[tc]p_size)"
+)  # may be given to an audit
 
 
 @dataclass
