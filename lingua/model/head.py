@@ -38,7 +38,7 @@ class Head(nn.Linear):
     """Projection to the vocabulary, without bias. With targets it computes their cross-entropies, a
     chunk of positions at a time: neither all logits nor their gradients are ever in memory."""
 
-    over_positions = "head"
+    over_positions, padding = "head", IGNORE
 
     def __init__(self, dim: int, vocab_size: int, cap: float | None = None) -> None:
         """cap: bound of the logits' size, above 0: they are cap * tanh(logits / cap), as in Gemma 2

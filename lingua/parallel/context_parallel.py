@@ -4,16 +4,18 @@
 Where tokens enter the model a rank takes its positions of them. Before attention one exchange makes
 positions whole and heads apart, and one behind it makes positions apart again, so that attention
 runs as it is, on a part of the heads. What leaves the model is of whole rows, equal on these ranks.
-A rank's gradients are those of its part: their sum over the ranks is the row's.
+A rank's gradients are those of its part: their sum over the ranks is the row's. Where the ranks do
+not divide the positions, the last ones have padding, which attention and losses do not see.
 
 A model's classes say what they compute by `over_positions`, each in its own body:
     pointwise: each position by itself, but for what its modules do. Of tensors behind the first
         argument, which are of whole rows, it is given the rank's positions.
     heads: attention. The modules of `all_heads()` give all heads of a position, `wo` takes them.
     whole: of tokens alone, of whole rows.
-    head: the last module, which is given the targets.
+    head: the last module, which is given the targets, and says by `padding` which do not count.
 
-Shapes in comments: B rows, S positions, s of a rank, N features of all heads, n of a rank's.
+Shapes in comments: B rows, S positions, s of a rank, N features of all heads, n of a rank's. Behind
+S there may be padding.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,11 +25,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lingua.base.errors import UserError
 
+Which = tuple[int, int, Any]  # tensors from this argument on; their dimension; what padding is
 KINDS = ("pointwise", "heads", "whole", "head")
 # Modules of torch that compute each position by itself, or hold others.
 POINTWISE = (nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm, nn.Identity, nn.SiLU, nn.GELU)
@@ -69,12 +73,12 @@ def divide_positions(
         if module is model or kind == "whole":
             continue
         if isinstance(module, nn.Embedding):
-            module.register_forward_pre_hook(partial(cut.given, 0, 1), **first)
+            module.register_forward_pre_hook(partial(cut.given, (0, 1, 0)), **first)
         elif kind == "head":
-            module.register_forward_pre_hook(partial(cut.given, 1, 2), **first)
+            module.register_forward_pre_hook(partial(cut.given, (1, 2, module.padding)), **first)
             module.register_forward_hook(cut.leave, with_kwargs=True)
         elif kind == "pointwise":
-            module.register_forward_pre_hook(partial(cut.given, 1, 1), **first)
+            module.register_forward_pre_hook(partial(cut.given, (1, 1, 0)), **first)
             module.register_forward_hook(cut.no_terms)
         elif kind == "heads":
             for name in module.all_heads():
@@ -90,30 +94,31 @@ class Cut:
         self.group, self.size, self.rank, self.tp = group, group.size(), group.rank(), tp
         self.key = f"distributed.cp_size = {self.size}"
         self.positions = 0  # of a row of this forward; 0: all ranks compute all of them
+        self.n = 0  # of these on each rank, padding included
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        n = (args[0] if args else kwargs["tokens"]).shape[1]
-        divided = kwargs.get("cache") is None and n % (self.size * self.tp) == 0
-        if not divided and torch.is_grad_enabled():
-            raise UserError(f"{self.key}: times tp_size it does not divide {n} positions")
-        self.positions = n if divided else 0
+        tokens = args[0] if args else kwargs["tokens"]
+        self.positions = tokens.shape[1] if kwargs.get("cache") is None else 0
+        self.n = positions_of_a_rank(self.positions, self.size, self.tp)
 
-    def given(
-        self, first: int, dim: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Give a module its positions, dimension `dim`, of tensors from argument `first` on."""
-        n = self.positions // self.size
+    def given(self, which: Which, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Give a module its positions of tensors of whole rows."""
+        first, dim, padding = which
 
         def cut(t: Any) -> Any:
-            if not n or not isinstance(t, Tensor):
+            if not self.positions or not isinstance(t, Tensor):
                 return t
             if t.shape[dim] != self.positions:
-                need = f"must have {self.positions} positions, dimension {dim}"
-                raise UserError(f"{self.key}: {type(module).__name__} got {list(t.shape)}; {need}")
-            return t.narrow(dim, self.rank * n, n)
+                what = f"{type(module).__name__} was given {list(t.shape)}, not {self.positions}"
+                raise UserError(f"{self.key}: {what} positions in dimension {dim}")
+            return self.padded(t, dim, padding).narrow(dim, self.rank * self.n, self.n)
 
         further = {name: cut(value) for name, value in kwargs.items()}
         return (*args[:first], *map(cut, args[first:])), further
+
+    def padded(self, t: Tensor, dim: int, value: int = 0) -> Tensor:
+        missing = self.n * self.size - t.shape[dim]
+        return F.pad(t, (0, 0) * (t.ndim - dim - 1) + (0, missing), value=value) if missing else t
 
     def heads_apart(self, head_dim: int, module: nn.Module, args: Any, out: Tensor) -> Tensor:
         """B s N -> B S n. Heads are repeated as far as there are too few."""
@@ -124,13 +129,14 @@ class Cut:
             heads = out.unflatten(-1, (n_heads, head_dim))
             out = heads.repeat_interleave(repeats, dim=2).flatten(-2)
         parts = out.unflatten(-1, (self.size, -1)).movedim(2, 0)  # ranks B s n
-        return _Exchange.apply(parts, self.group).movedim(0, 1).flatten(1, 2)
+        return _Exchange.apply(parts, self.group).movedim(0, 1).flatten(1, 2)[:, : self.positions]
 
     def positions_apart(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """B S n -> B s N."""
         if not self.positions:
             return args
-        parts = args[0].unflatten(1, (self.size, -1)).movedim(1, 0)  # ranks B s n
+        whole = self.padded(args[0], 1)
+        parts = whole.unflatten(1, (self.size, -1)).movedim(1, 0)  # ranks B s n
         return (_Exchange.apply(parts, self.group).movedim(0, 2).flatten(-2), *args[1:])
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor:
@@ -140,17 +146,23 @@ class Cut:
         if out.ndim == 1:
             return joined(out[None], 0, self.group).sum(0)
         if isinstance(out, DTensor):  # logits, split over the vocabulary
-            part = joined(out.to_local(), 1, self.group)
+            part = joined(out.to_local(), 1, self.group)[:, : self.positions]
             shape = torch.Size((len(out), self.positions, out.shape[2]))  # which tp need not divide
             where = {"shape": shape, "stride": (shape[1] * shape[2], shape[2], 1)}
             return DTensor.from_local(part, out.device_mesh, out.placements, **where)
         targets = args[1] if len(args) > 1 else kwargs.get("targets")
-        return joined(out, 1 if targets is None else 2, self.group)
+        dim = 1 if targets is None else 2
+        return joined(out, dim, self.group).narrow(dim, 0, self.positions)
 
     def no_terms(self, module: nn.Module, args: Any, out: Any) -> None:
         if self.positions and isinstance(out, tuple):
             what = f"{type(module).__name__} returns terms per row, of a rank's positions alone"
             raise UserError(f"{self.key}: {what}; set it to 1")
+
+
+def positions_of_a_rank(positions: int, cp: int, tp: int) -> int:
+    """How many positions of a row each cp rank has, padding included, which tp ranks divide too."""
+    return -(-positions // (cp * tp)) * tp
 
 
 def joined(t: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lingua.base.errors import UserError
-from lingua.parallel.mesh import cp_group, cp_size
+from lingua.parallel.mesh import cp_group
 from lingua.parallel.plan import find_modules
 from lingua.parallel.tensors import whole
 
@@ -36,7 +36,11 @@ def recorded(
     states: dict[str, Tensor] = {}
     styled: dict[str, Tensor | None] = {}  # made whole before the style has its turn
     plain: dict[str, Tensor] = {}  # sums of those that must be equal on all tp ranks
-    tp, cp, seq_len = mesh["tp"], cp_size(mesh), args.data.seq_len
+    tp, group, seq_len, n = mesh["tp"], cp_group(mesh), args.data.seq_len, args.data.seq_len
+    if group is not None:
+        from lingua.parallel.context_parallel import joined, positions_of_a_rank
+
+        n = positions_of_a_rank(seq_len, group.size(), tp.size())
 
     def see(name: str, module: nn.Module, inputs: Any, out: Any) -> None:
         t = _first(name, out)
@@ -48,19 +52,17 @@ def recorded(
         t = styled.pop(name)
         if t is None:
             t = _first(name, out)
-            part = t.ndim > 2 and t.shape[1] * tp.size() * cp == seq_len
+            part = t.ndim > 2 and t.shape[1] * tp.size() == n
             if part and not isinstance(t, DTensor):
                 t = DTensor.from_local(t, tp, [Shard(1)])
             elif tp.size() > 1 and not isinstance(t, DTensor):
                 plain[name] = t.float().nan_to_num().sum()
         states[name] = whole(t)
-        if (group := cp_group(mesh)) is not None:
-            from lingua.parallel.context_parallel import joined
-
-            if states[name].shape[1] * cp != seq_len:
-                need = f"must have {seq_len // cp} positions (dim 1) with cp_size = {cp}"
+        if group is not None:
+            if states[name].shape[1] != n:
+                need = f"must have {n} positions (dim 1) with cp_size = {group.size()}"
                 raise UserError(f"hidden states: {name} has {list(states[name].shape)}; {need}")
-            states[name] = joined(states[name], 1, group)
+            states[name] = joined(states[name], 1, group)[:, :seq_len]
 
     with ExitStack() as hooks:
         for name, module in find_modules(model, patterns).items():

@@ -190,6 +190,10 @@ CP, CP_4, CP_TP, CP_DP = (1, 2, 1, 2), (1, 4, 1, 4), (1, 2, 2, 2), (1, 4, 1, 2)
 WINDOW = {"data.document_mask": "ignore", "model.sliding_window": 5, "model.dropout": 0.1}
 ALL_NORMED = {"model.qk_norm": "all_heads", "model.qkv_bias": True, CHECKPOINTING: "selective"}
 FEATURES["divided positions"] = Feature(CP, TP, WINDOW | {CHECKPOINTING: "full"})
+UNEVEN = WINDOW | {"data.seq_len": 13, "probe.every": 2}
+SOAK["divided positions with padding"] = Feature(
+    CP_4, CP, UNEVEN, replace(probe.app, probe=run_model)
+)
 FEATURES["positions and heads divided"] = Feature(SHARDS, CP_TP, ALL_NORMED)
 DIVIDED = (
     "dropout", "document masks", "stages edited", "muon", "several tokens", "conversations",
