@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.base.format import align, human_bytes
+from lingua.parallel.mesh import cp_group
 from lingua.parallel.torch_private import (
     FakeTensor,
     OpOverload,
@@ -40,7 +41,7 @@ class CollectiveCounter(TorchDispatchMode):
     and compiled blocks included. `totals` has a dict for each kind, axis and pass:
 
     kind: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, ...
-    axis: mesh axis of the group; "world" for all ranks.
+    axis: mesh axis of the group; "cp" for ranks that divide positions, "world" for all ranks.
     backward: inside a backward pass, recomputed forwards included.
     count, bytes: the sum of the larger of input and output of each on this rank, which is not what
         is on the wire.
@@ -58,8 +59,10 @@ class CollectiveCounter(TorchDispatchMode):
         self._axes: dict[str | tuple[int, ...], str] = {
             tuple(range(dist.get_world_size())): "world"
         }
-        for i, axis in enumerate(mesh.mesh_dim_names or ()):
-            group = mesh.get_group(i)
+        groups = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
+        if (parts := cp_group(mesh)) is not None:
+            groups["cp"] = parts
+        for axis, group in groups.items():
             self._axes[group.group_name] = axis
             self._axes.setdefault(tuple(dist.get_process_group_ranks(group)), axis)
         self._totals: dict[tuple[str, str, bool], dict[str, Any]] = {}

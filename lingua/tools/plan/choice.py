@@ -2,9 +2,10 @@
 formula, the best of them traced.
 
 The formula begins with traces of three and four layers, two micro-batches and a mesh of 2 x 8 x tp,
-for each tp and checkpointing mode. Numbers are linear in the layers. Activations, arithmetic and
-what tp sends of them are proportional to the rows of a micro-batch; parameters, optimizer, update
-and what replicas exchange are divided by the shards; what FSDP gathers and copies stays.
+for each tp, cp and checkpointing mode. Numbers are linear in the layers. Activations, arithmetic
+and what tp and cp send of them are proportional to the rows of a micro-batch; parameters,
+optimizer, update and what replicas exchange are divided by the shards; what FSDP gathers and copies
+stays. Layouts with cp are looked at for rows of LONG tokens, and where no other fits.
 """
 
 import math
@@ -21,18 +22,19 @@ from lingua.app import App
 from lingua.base.errors import UserError
 from lingua.base.format import align
 from lingua.model.head import CHUNK_BYTES
-from lingua.parallel.mesh import AXES
+from lingua.parallel.mesh import WORDS
 from lingua.parallel.plan import check_layout
 from lingua.run.args import RunArgs
 from lingua.tools.plan.report import Plan, seconds_text
-from lingua.tools.plan.step import build
+from lingua.tools.plan.step import build, degree_of
 from lingua.tools.plan.trace import StepPart, Trace, trace
 from lingua.tools.plan.work import Kernel
 
-Sizes = tuple[int, int, int]
+Sizes = tuple[int, ...]  # as Trace.sizes
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 TRACED_LAYERS = 3, 4  # the formula extrapolates from traces of models this deep
 REPLICAS, SHARDS, ROWS = 2, 8, 2
+LONG = 16_384  # tokens of a row from which dividing its positions may pay where others fit
 SCALED_BY_ROWS = ("activations", "backward")  # kinds of memory in proportion to the rows
 DIVIDED_BY_SHARDS = ("parameters", "optimizer")
 
@@ -53,11 +55,12 @@ class Choice:
     @property
     def keys(self) -> dict[str, Any]:
         """The keys of the run's config."""
-        args, (replicas, shards, tp) = self.plan.args, self.plan.trace.sizes
+        args, (replicas, shards, tp, cp) = self.plan.args, (*self.plan.trace.sizes, 1)[:4]
         return {
             "distributed.dp_replicate": replicas,
             "distributed.dp_shard": shards,
             "distributed.tp_size": tp,
+            "distributed.cp_size": cp,
             "distributed.activation_checkpointing": args.distributed.activation_checkpointing,
             "data.batch_size": args.data.batch_size,
             "data.global_batch_size": args.data.step_rows,
@@ -80,14 +83,22 @@ def choices(app: App, plan: Plan, n_traced: int) -> list[Choice]:
     return sorted([*best, *ranked[len(best) :]], key=lambda c: (not c.traced, *c.order))
 
 
-def by_formula(app: App, plan: Plan, device: str) -> Iterator[Choice]:
-    of_tp = list(meshes(app, plan.args, math.prod(plan.trace.sizes), plan.options.ngpu))
-    for (tp, dp), mode in tqdm(list(product(of_tp, MODES)), "tracing a few layers"):
+def by_formula(app: App, plan: Plan, device: str) -> list[Choice]:
+    layouts = list(meshes(app, plan.args, plan.trace.ranks, plan.options.ngpu))
+    found = list(estimates(app, plan, [m for m in layouts if len(m[0]) == 3], device))
+    if plan.args.data.seq_len >= LONG or not any(choice.plan.fits for choice in found):
+        found += estimates(app, plan, [m for m in layouts if len(m[0]) > 3], device)
+    return found
+
+
+def estimates(app: App, plan: Plan, layouts: list[list[Sizes]], device: str) -> Iterator[Choice]:
+    for alike, mode in tqdm(list(product(layouts, MODES)), "tracing a few layers"):
         args = deepcopy(plan.args)
         args.distributed.activation_checkpointing, args.grad_acc_steps = mode, None
-        first = small_trace(app, args, tp, device)
-        for sizes in dp:
-            max_rows = -(-args.data.step_rows // (sizes[0] * sizes[1]))
+        args.distributed.cp_size = (*alike[0], 1)[3]
+        first = small_trace(app, args, alike[0], device)
+        for sizes in alike:
+            max_rows = -(-args.data.step_rows // degree_of(sizes))
             for power in range(max_rows.bit_length()):
                 scaled_args = deepcopy(args)
                 scaled_args.data.batch_size = 1 << power
@@ -95,18 +106,22 @@ def by_formula(app: App, plan: Plan, device: str) -> Iterator[Choice]:
                 yield Choice(replace(plan, args=scaled_args, trace=scaled), False)
 
 
-def meshes(app: App, args: RunArgs, ranks: int, node: int) -> Iterator[tuple[int, list[Sizes]]]:
-    """Returns, for each tp within a node that the model allows, the meshes of this many ranks that
-    have it; none on which a rank would have no rows."""
-    for tp in [1] if args.exact else _divisors(node):
+def meshes(app: App, args: RunArgs, ranks: int, node: int) -> Iterator[list[Sizes]]:
+    """Returns, for each tp and cp within a node that the model and its rows allow, the meshes of
+    this many ranks that have them; none on which a rank would have no rows."""
+    parts = [1] if args.exact else _divisors(node)
+    for tp, cp in product(parts, parts):
+        if node % (tp * cp) or (cp > 1 and args.data.seq_len % (tp * cp)):
+            continue
         built = build(app, deepcopy(args), 1)
         try:
-            check_layout(built.module, built.plan, tp)
+            check_layout(built.module, built.plan, tp, cp)
         except UserError:
             continue
-        degree = ranks // tp
+        degree = ranks // (tp * cp)
         if degree <= args.data.step_rows:
-            yield tp, [(r, degree // r, tp) for r in _divisors(degree)]
+            of_row = (tp, cp) if cp > 1 else (tp,)
+            yield [(r, degree // r * cp, *of_row) for r in _divisors(degree)]
 
 
 def _divisors(n: int) -> list[int]:
@@ -116,15 +131,16 @@ def _divisors(n: int) -> list[int]:
 def estimate(app: App, args: RunArgs, sizes: Sizes, device: str) -> Trace:
     """Estimate by the formula what `trace` returns. Raises UserError."""
     args.distributed.resolve(args.exact)
-    return scaled_trace(small_trace(app, args, sizes[2], device), args, sizes)
+    return scaled_trace(small_trace(app, args, sizes, device), args, sizes)
 
 
-def small_trace(app: App, args: RunArgs, tp: int, device: str) -> Trace:
-    """Trace two micro-batches on few ranks."""
+def small_trace(app: App, args: RunArgs, sizes: Sizes, device: str) -> Trace:
+    """Trace two micro-batches on few ranks, with tp and cp of a mesh of these sizes."""
+    small = (REPLICAS, math.lcm(SHARDS, *sizes[3:]), *sizes[2:])
     args_of_trace = deepcopy(args)
     args_of_trace.grad_acc_steps, args_of_trace.data.batch_size = None, ROWS
-    args_of_trace.data.global_batch_size = 2 * REPLICAS * SHARDS * ROWS
-    return few_layers(app, args_of_trace, (REPLICAS, SHARDS, tp), device)
+    args_of_trace.data.global_batch_size = 2 * degree_of(small) * ROWS
+    return few_layers(app, args_of_trace, small, device)
 
 
 def few_layers(app: App, args: RunArgs, sizes: Sizes, device: str) -> Trace:
@@ -132,7 +148,7 @@ def few_layers(app: App, args: RunArgs, sizes: Sizes, device: str) -> Trace:
     layers: int = args.model.n_layers
     traces = []
     # Muon has a matrix of as many layers as there are shards at once.
-    traced = (SHARDS, 2 * SHARDS) if args.optim.name == "muon" else TRACED_LAYERS
+    traced = (sizes[1], 2 * sizes[1]) if args.optim.name == "muon" else TRACED_LAYERS
     few = [n for n in traced if layers > traced[1]] or [layers]
     for n in few:
         args_of_trace = deepcopy(args)
@@ -162,11 +178,12 @@ def extrapolated(first: Trace, second: Trace, n: float) -> Trace:
 def scaled_trace(first: Trace, args: RunArgs, sizes: Sizes) -> Trace:
     """Returns the trace on a mesh of these sizes with the micro-batch of `args`, from
     `small_trace`."""
-    n_micro, rows = args.micro_steps(sizes[0] * sizes[1])
-    grow, shrink = rows / ROWS, SHARDS / sizes[1]
+    n_micro, rows = args.micro_steps(degree_of(sizes))
+    grow, shrink = rows / ROWS, first.sizes[1] / sizes[1]
+    n_parts = math.prod(sizes[2:])  # of a row's logits
 
     def logits(n_rows: int) -> int:  # bytes of a chunk
-        n_bytes = 4 * n_rows * args.data.seq_len * args.model.vocab_size // sizes[2]
+        n_bytes = 4 * n_rows * args.data.seq_len * args.model.vocab_size // n_parts
         return min(n_bytes, CHUNK_BYTES)
 
     def memory(peak: dict[str, int]) -> dict[str, int]:
@@ -184,12 +201,13 @@ def scaled_trace(first: Trace, args: RunArgs, sizes: Sizes) -> Trace:
             if place == "fsdp" or (updates and flops and sizes[2] > 1):
                 by = 1
             kernels[Kernel(flops * by, size, n_bytes * by, place)] += n
-        alone = [axis for axis, n in zip(AXES, sizes, strict=True) if n == 1]
+        alone = [axis for axis, n in zip(WORDS, sizes, strict=False) if n == 1]
         sent = []
         for t in p.collectives:
             by = shrink if t["axis"] == "dp_replicate" else 1
-            if t["axis"] == "tp" and t["kind"] != "all_reduce" and not updates:
-                by = grow  # activations; gradients of weights are summed
+            summed = {"tp": "all_reduce", "cp": "all_gather"}  # gradients of weights, losses
+            if t["kind"] != summed.get(t["axis"], t["kind"]) and not updates:
+                by = grow  # activations
             if t["kind"] == "all_to_all" and updates:
                 by = shrink  # so many matrices fewer
             if t["axis"] not in alone:
@@ -231,12 +249,14 @@ def choice_lines(ranked: list[Choice]) -> Iterator[str]:
     without.sort(key=lambda c: c.plan.trace.allocated)
     shown = [c for c in ranked if c.traced]
     shown += [c for c in fit if not c.traced][:n] + [c for c in without if not c.traced][:n]
-    head = ("replicate", "shard", "tp", "rows", "checkpointing", "GiB", "step", "")
+    n_axes = max((len(c.plan.trace.sizes) for c in shown), default=3)
+    axes = ("replicate", "shard", "tp", "cp")[:n_axes]
+    head = (*axes, "rows", "checkpointing", "GiB", "step", "")
     table: list[tuple[str, ...]] = [head]
     for c in shown:
         _, step_s, _ = c.order
         mode = c.plan.args.distributed.activation_checkpointing
-        mesh = map(str, (*c.plan.trace.sizes, c.plan.trace.rows))
+        mesh = map(str, (*(*c.plan.trace.sizes, 1)[:n_axes], c.plan.trace.rows))
         how = "traced" if c.traced else "formula"
         too_much = f"NO: {why_not(c)}" if not c.plan.fits else how
         table.append((*mesh, mode, f"{c.plan.needs_gib:.1f}", seconds_text(step_s), too_much))

@@ -13,7 +13,6 @@ from lingua.config.load import from_values, load
 from lingua.config.schema import Free, require
 from lingua.config.values import plain, read_file
 from lingua.monitor.peaks import peak_flops
-from lingua.parallel.mesh import AXES
 from lingua.tools.plan.trace import StepPart, Trace
 from lingua.tools.plan.work import Kernel
 
@@ -123,8 +122,9 @@ class Times:
 
 def step_times(trace: Trace, device: Device, tf32: bool, compiled: bool) -> Times:
     """The roofline of a step: a kernel takes the longer of its arithmetic and its memory traffic.
-    What FSDP sends is hidden behind a micro-step's own kernels, tensor parallelism's is not. The
-    host launches kernels ahead of the device, which waits where that takes longer."""
+    What FSDP sends is hidden behind a micro-step's own kernels, what the ranks of a row send (tp,
+    cp) is not. The host launches kernels ahead of the device, which waits where that takes longer.
+    """
 
     def computed(part: StepPart) -> float:
         return sum(
@@ -137,8 +137,8 @@ def step_times(trace: Trace, device: Device, tf32: bool, compiled: bool) -> Time
         n_launches = sum(n * fused.get(place, 1) for place, n in launches)
         return n_launches * device.launch_us * 1e-6
 
-    def sent(part: StepPart, is_tp: bool) -> float:
-        chosen = (t for t in part.collectives if (t["axis"] == "tp") == is_tp)
+    def sent(part: StepPart, of_row: bool) -> float:
+        chosen = (t for t in part.collectives if (t["axis"] in ("tp", "cp")) == of_row)
         return sum(_sent_s(t, trace.sizes, device) for t in chosen)
 
     repeats = trace.n_micro - 1
@@ -147,15 +147,15 @@ def step_times(trace: Trace, device: Device, tf32: bool, compiled: bool) -> Time
     update = max(compute, host) + exposed
     durations = []
     for part, n in ((trace.micro, repeats), (trace.last, 1)):
-        kernels_s, fsdp, tp = computed(part), sent(part, False), sent(part, True)
+        kernels_s, fsdp, waits = computed(part), sent(part, False), sent(part, True)
         launches_s = launched(part)
-        durations.append(max(kernels_s + tp, fsdp, launches_s))
+        durations.append(max(kernels_s + waits, fsdp, launches_s))
         compute += n * kernels_s
         host += n * launches_s
-        hidden += n * min(kernels_s + tp, fsdp)
-        exposed += n * (tp + max(0.0, fsdp - kernels_s - tp))
+        hidden += n * min(kernels_s + waits, fsdp)
+        exposed += n * (waits + max(0.0, fsdp - kernels_s - waits))
     step = repeats * durations[0] + durations[1] + update
-    low, high = STEP_RANGE if math.prod(trace.sizes) == 1 else STEP_RANGE_OF_SEVERAL
+    low, high = STEP_RANGE if trace.ranks == 1 else STEP_RANGE_OF_SEVERAL
     return Times(
         durations[0], durations[1], update, compute, host, hidden, exposed, step,
         (step * low, step * high),
@@ -176,22 +176,21 @@ def _kernel_s(kernel: Kernel, device: Device, tf32: bool, compiled: bool) -> flo
     return max(kernel.flops / (peak * share), traffic)
 
 
-def _sent_s(total: dict[str, Any], sizes: tuple[int, int, int], device: Device) -> float:
+def _sent_s(total: dict[str, Any], sizes: tuple[int, ...], device: Device) -> float:
     """Seconds of collectives as rings: each rank sends (n - 1) / n of the larger side, an
-    all-reduce twice that (Thakur et al., 2005)."""
-    stride, ranks = 1, math.prod(sizes)
-    for axis, size in zip(reversed(AXES), reversed(sizes), strict=True):
-        if axis == total["axis"]:
-            ranks = size
-            break
-        stride *= size
-    else:
-        stride = 1
+    all-reduce twice that (Thakur et al., 2005). In an all-to-all each sends for itself."""
+    replicas, shards, tp, cp = (*sizes, 1)[:4]
+    groups = {"tp": (tp, 1), "cp": (cp, tp), "dp_shard": (shards, tp)}  # ranks, and their distance
+    groups["dp_replicate"] = replicas, shards * tp
+    ranks, stride = groups.get(total["axis"], (math.prod(sizes[:3]), 1))
     if ranks == 1:
         return 0.0
     moved = total["bytes"] * (ranks - 1) / ranks * (2 if total["kind"] == "all_reduce" else 1)
     latency = total["count"] * device.latency_us * 1e-6 * math.log2(ranks)
-    return moved / ring_speed(device, ranks, stride) + latency
+    speed = ring_speed(device, ranks, stride)
+    if total["kind"] == "all_to_all" and stride * ranks > device.node_size:  # by its own link alone
+        speed = ring_speed(device, ranks, max(stride, device.node_size))
+    return moved / speed + latency
 
 
 def ring_speed(device: Device, ranks: int, stride: int = 1) -> float:

@@ -21,14 +21,14 @@ from lingua.base.errors import UserError, all_of
 from lingua.config.help import print_help_if_asked
 from lingua.config.load import load
 from lingua.config.schema import Free, bounds, require
-from lingua.parallel.args import mesh_sizes
+from lingua.parallel.args import DistributedArgs, mesh_sizes
 from lingua.parallel.float8 import check_float8
 from lingua.parallel.plan import check_layout
 from lingua.run.args import RunArgs
 from lingua.tools.plan.choice import choice_as_json, choice_lines, choices, estimate
 from lingua.tools.plan.device import Device, find_device, unknown_device
 from lingua.tools.plan.report import Plan, lines
-from lingua.tools.plan.step import build, read_config
+from lingua.tools.plan.step import build, degree_of, read_config
 from lingua.tools.plan.trace import trace
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ def make_plan(argv: list[str], quick: bool = False) -> tuple[Plan, PlanArgs]:
         counts, _ = load(PlanArgs, mesh_words)
         if read is not None:
             ranks = counts.nodes * counts.ngpu
-            sizes = attempt(lambda: mesh_sizes(read[1].distributed, ranks))
+            sizes = attempt(lambda: sizes_on(ranks, read[1].distributed))
     if read is not None and sizes is not None:
         attempt(lambda: check_sizes(read[0], read[1], sizes))
     if mistakes:
@@ -132,9 +132,15 @@ def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
     return plan_words, [word for word in argv if word not in plan_words]
 
 
-def check_sizes(app: App, args: RunArgs, sizes: tuple[int, int, int]) -> None:
+def sizes_on(ranks: int, args: DistributedArgs) -> tuple[int, ...]:
+    """The sizes of a run's mesh, as `lingua.parallel.mesh.sizes_of`. Raises UserError."""
+    sizes = mesh_sizes(args, ranks)
+    return (*sizes, args.cp_size) if args.cp_size > 1 else sizes
+
+
+def check_sizes(app: App, args: RunArgs, sizes: tuple[int, ...]) -> None:
     """Raise UserError where the model cannot be laid out on a mesh of these sizes."""
-    built = build(app, args, sizes[0] * sizes[1])
-    check_layout(built.module, built.plan, sizes[2])
+    built = build(app, args, degree_of(sizes))
+    check_layout(built.module, built.plan, sizes[2], (*sizes, 1)[3])
     if args.distributed.float8 is not None:
-        check_float8(built.module, built.plan, sizes, args.data.seq_len, "cpu")
+        check_float8(built.module, built.plan, sizes[:3], args.data.seq_len, "cpu")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lingua.base.format import align, counted, human_bytes, parameters_text, short_count, short_time
 from lingua.monitor.collectives import collectives_table
-from lingua.parallel.mesh import AXES
+from lingua.parallel.mesh import WORDS
 from lingua.run.args import RunArgs
 from lingua.tools.plan.device import Device, Times, step_times
 from lingua.tools.plan.trace import Trace
@@ -59,7 +59,7 @@ class Plan:
     def checkpoint_bytes(self) -> int:
         """Bytes of parameters and optimizer state of all ranks together; each replica has the
         same."""
-        _, shards, tp = self.trace.sizes
+        _, shards, tp = self.trace.sizes[:3]
         return self.trace.own_bytes * shards * tp
 
     def save(self) -> dict[str, float]:
@@ -69,7 +69,7 @@ class Plan:
         held_s = self.checkpoint_bytes / (options.storage_gb_per_s * 1e9)
         if self.args.checkpoint.async_save and device is not None:
             held_s = self.trace.own_bytes / (device.host_gb_per_s * 1e9)
-        failure_s = options.failure_hours * 3600 / math.prod(self.trace.sizes)
+        failure_s = options.failure_hours * 3600 / self.trace.ranks
         every_s = math.sqrt(2 * held_s * failure_s)
         lost = held_s / every_s + every_s / (2 * failure_s)
         return {"held_s": held_s, "every_s": every_s, "lost": lost, "failure_s": failure_s}
@@ -78,7 +78,7 @@ class Plan:
         """Bytes and seconds."""
         traced, times = self.trace, self.times
         return {
-            "mesh": dict(zip(AXES, traced.sizes, strict=True)),
+            "mesh": dict(zip(WORDS, traced.sizes, strict=False)),
             "parameters": traced.parameters,
             "trained": traced.trained,
             "micro_steps": traced.n_micro,
@@ -99,10 +99,10 @@ class Plan:
 def lines(plan: Plan) -> Iterator[str]:
     """The plan for a person."""
     traced, args, device = plan.trace, plan.args, plan.device
-    sizes = ", ".join(f"{axis} {n}" for axis, n in zip(AXES, traced.sizes, strict=True))
+    sizes = ", ".join(f"{axis} {n}" for axis, n in zip(WORDS, traced.sizes, strict=False))
     model = parameters_text(traced.parameters, traced.trained)
     of = "" if device is None else f" x {device.name}"
-    yield f"{args.name}: {model} on {math.prod(traced.sizes):,}{of}"
+    yield f"{args.name}: {model} on {traced.ranks:,}{of}"
     yield f"mesh: {sizes}; {short_count(traced.flops_per_token)} FLOPs a token"
     yield (
         f"a step is {counted(args.data.step_rows, 'row')} of {args.data.seq_len} tokens: "
@@ -158,7 +158,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 def _time(plan: Plan, device: Device, times: Times) -> Iterator[str]:
     traced, rate = plan.trace, plan.step_tokens / times.step
-    ranks, (low, high) = math.prod(traced.sizes), times.range
+    ranks, (low, high) = traced.ranks, times.range
     mfu = 100 * traced.flops_per_token * rate / ranks / device.bf16_flops
     slow, fast = mfu * times.step / high, mfu * times.step / low
     step = f"{seconds_text(times.step)}, from {seconds_text(low)} to {seconds_text(high)}"

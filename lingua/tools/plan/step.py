@@ -59,6 +59,12 @@ def build(app: App, args: RunArgs, degree: int) -> Built:
     return built
 
 
+def degree_of(sizes: tuple[int, ...]) -> int:
+    """The data-parallel ranks of a mesh of these sizes (`lingua.parallel.mesh.sizes_of`)."""
+    replicas, shards, _, cp = (*sizes, 1)[:4]
+    return replicas * shards // cp
+
+
 class _NoLines:
     """Receives an objective's events in place of a Reporter."""
 

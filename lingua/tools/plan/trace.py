@@ -1,6 +1,7 @@
 """One step of a run on tensors without memory, as rank 0 of ranks that do not exist: what it takes
 of memory, and what it sends."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,14 +21,14 @@ from lingua.model import transformer
 from lingua.model.args import AttnImpl
 from lingua.model.attention import choose_attention
 from lingua.monitor.collectives import CollectiveCounter
-from lingua.parallel.mesh import AXES
+from lingua.parallel.mesh import AXES, share_rows
 from lingua.parallel.parallelize import parallelize_model
 from lingua.parallel.plan import ParallelPlan, find_modules, parameters_of
 from lingua.parallel.tensors import as_shard, local
 from lingua.parallel.torch_private import OpOverload, is_traceable_wrapper_subclass_type, schema
 from lingua.run.args import RunArgs
 from lingua.tools.plan.memory import BLOCK_BYTES, LiveMemory
-from lingua.tools.plan.step import Step, build
+from lingua.tools.plan.step import Step, build, degree_of
 from lingua.tools.plan.work import Kernel, KernelCounter
 from lingua.tools.torch_private import (
     ADD_PRODUCT,
@@ -74,7 +75,7 @@ def _key(total: dict[str, Any]) -> tuple[str, str, bool]:
 class Trace:
     """A step of one rank. Bytes."""
 
-    sizes: tuple[int, int, int]  # mesh: dp_replicate, dp_shard, tp
+    sizes: tuple[int, ...]  # mesh: dp_replicate, dp_shard, tp, and cp where it is not 1
     parameters: int  # elements of the whole model
     trained: int  # those that are not frozen
     n_micro: int
@@ -87,6 +88,10 @@ class Trace:
     last: StepPart  # the last one
     update: StepPart  # clipping and optimizer
     base: int = 0  # parameters that are in no checkpoint
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.sizes[:3])
 
     @property
     def collectives(self) -> list[dict[str, Any]]:
@@ -167,12 +172,11 @@ class _RmsNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def trace(app: App, args: RunArgs, sizes: tuple[int, int, int], device: str) -> Trace:
+def trace(app: App, args: RunArgs, sizes: tuple[int, ...], device: str) -> Trace:
     """Trace a step of a config of `app` on a mesh of these sizes. `device` is the type of the real
     devices. Compiled blocks are taken as they are without the compiler. Raises UserError."""
-    replicas, shards, tp = sizes
-    built = build(app, args, replicas * shards)
-    n_micro, rows = args.micro_steps(replicas * shards)
+    built = build(app, args, degree_of(sizes))
+    n_micro, rows = args.micro_steps(degree_of(sizes))
     args.distributed.compile = False
     parameters = list(built.module.parameters())
     n_parameters, n_trained = (
@@ -180,8 +184,9 @@ def trace(app: App, args: RunArgs, sizes: tuple[int, int, int], device: str) -> 
         for trained in (False, True)
     )
     with ExitStack() as modes:
-        modes.enter_context(fake_ranks(replicas * shards * tp))
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
+        modes.enter_context(fake_ranks(math.prod(sizes[:3])))
+        mesh = init_device_mesh("cpu", sizes[:3], mesh_dim_names=AXES)
+        share_rows(mesh, (*sizes, 1)[3])
         model = parallelize_model(built.module, mesh, built.plan, args.distributed, args.exact)
         modes.enter_context(_kernels_of(device))
         memory = LiveMemory(BLOCK_BYTES if device == "cuda" else 1)

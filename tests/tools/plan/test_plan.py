@@ -104,7 +104,7 @@ def device(**values: Any) -> Device:
     return Device(**{"memory_gib": 10} | peaks | links | shares | values)
 
 
-def traced(sizes: tuple[int, int, int], micro: StepPart, last: StepPart, n_micro: int) -> Trace:
+def traced(sizes: Sizes, micro: StepPart, last: StepPart, n_micro: int) -> Trace:
     memory = {"parameters": 2**30, "optimizer": 2**31}
     update = StepPart(Counter({Kernel(0, 4, 1, "outside"): 5 * 10**8}), [])
     return Trace(sizes, 10, 10, n_micro, 1, 1.0, memory, memory, 0, micro, last, update)
@@ -257,6 +257,10 @@ def test_what_an_operator_in_place_changes_is_read_and_written():
         ((2, 4, 1), "all_reduce", "dp_replicate", 4 / 0.25),  # a ring of its own for each device
         ((1, 8, 1), "all_gather", "dp_shard", 3.5),  # four devices of a node in one
         ((1, 2, 4), "all_gather", "dp_shard", 2 / 0.25),
+        ((1, 8, 1, 4), "all_to_all", "cp", 3),  # neighbours, within a node
+        ((1, 2, 2, 2), "all_to_all", "cp", 2),
+        ((1, 2, 4, 2), "all_to_all", "cp", 2 / 0.25),
+        ((1, 8, 1, 8), "all_to_all", "cp", 3.5 / 0.25),  # each by its own link, and not in a ring
     ],
 )
 def test_the_time_of_a_collective_is_that_of_a_ring_on_its_slowest_link(sizes, kind, axis, seconds):
@@ -296,10 +300,10 @@ VARIANTS += ["app=apps.mtp data.n_views=3", "distributed.reshard=step"]
 def check_formula(variant: str, layouts: list[tuple[Sizes, int]]) -> None:
     """Each layout is a mesh, and the rows of a micro-batch."""
     app, args = read_config([*MODEL, *variant.split()])
-    found = {tp: small_trace(app, args, tp, "cuda") for tp in {sizes[2] for sizes, _ in layouts}}
+    found = {sizes[2:]: small_trace(app, args, sizes, "cuda") for sizes, _ in layouts}
     for sizes, rows in layouts:
         args.data.batch_size = rows
-        formula = scaled_trace(found[sizes[2]], args, sizes)
+        formula = scaled_trace(found[sizes[2:]], args, sizes)
         whole = trace(app, deepcopy(args), sizes, "cuda")
         assert formula.allocated == pytest.approx(whole.allocated, rel=0.05), (sizes, rows)
         assert formula.parameters == whole.parameters
@@ -324,21 +328,29 @@ def sent(found: Trace) -> dict[tuple[str, str, bool], tuple[int, int]]:
 
 def test_meshes_are_those_that_the_model_and_the_nodes_allow():
     app, args = read_config([SMALL, "data.global_batch_size=16"])
-    found = [sizes for _, several in meshes(app, args, 12, 6) for sizes in several]
+    found = [sizes for several in meshes(app, args, 12, 6) for sizes in several if len(sizes) == 3]
     of_1 = [(1, 12, 1), (2, 6, 1), (3, 4, 1), (4, 3, 1), (6, 2, 1), (12, 1, 1)]
     assert found == [*of_1, (1, 6, 2), (2, 3, 2), (3, 2, 2), (6, 1, 2)]  # 3 and 6 split no heads
-    few = [tp for tp, _ in meshes(app, args, 32, 4)]  # 32 ranks have no row each
-    assert few == [2, 4]
+    few = [several[0][2:] for several in meshes(app, args, 32, 4)]  # 32 ranks have no row each
+    assert few == [(1, 2), (1, 4), (2,), (2, 2), (4,)]
+    divided = [sizes for several in meshes(app, args, 8, 4) for sizes in several if 2 in sizes[3:]]
+    assert divided == [(1, 8, 1, 2), (2, 4, 1, 2), (4, 2, 1, 2), (1, 4, 2, 2), (2, 2, 2, 2)]
+    args.data.seq_len = 6
+    assert [several[0] for several in meshes(app, args, 4, 4)] == [
+        (1, 4, 1), (1, 4, 1, 2), (1, 2, 2),
+    ]  # fmt: skip
+    args.deterministic = "mesh"
+    assert len(list(meshes(app, args, 4, 4))) == 1
 
 
 def test_the_formula_is_near_the_trace():
-    check_formula(VARIANTS[0], [((1, 16, 1), 2), ((2, 1, 1), 8)])
+    check_formula(VARIANTS[0], [((1, 16, 1), 2), ((2, 1, 1), 8), ((1, 4, 1, 2), 4)])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_formula_is_near_the_trace_of_many_layouts(variant):
-    meshes = [(1, 2, 1), (2, 4, 1), (1, 64, 1), (4, 1, 2), (2, 2, 4)]
+    meshes = [(1, 2, 1), (2, 4, 1), (1, 64, 1), (4, 1, 2), (2, 2, 4), (2, 4, 1, 4), (1, 16, 2, 2)]
     check_formula(variant, [(sizes, rows) for sizes in meshes for rows in (1, 8)])
 
 

@@ -1,5 +1,6 @@
 """A plan against real ranks: the same collectives and bytes, and the memory of their tensors."""
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.parallelize import parallelize_model
 from lingua.parallel.tensors import local
-from lingua.tools.plan.step import Step, build, read_config
+from lingua.tools.plan.step import Step, build, degree_of, read_config
 from lingua.tools.plan.trace import trace
 from tests.apps.meshes import Sizes, mesh, on_meshes
 from tests.apps.runs import SMALL
@@ -44,7 +45,7 @@ Counts = dict[tuple[str, str, bool], tuple[int, int]]
 
 
 def command(sizes: Sizes, variant: dict[str, Any]) -> list[str]:
-    rows = {"data.global_batch_size": N_MICRO * sizes[0] * sizes[1]}
+    rows = {"data.global_batch_size": N_MICRO * degree_of(sizes)}
     return [f"{key}={value}" for key, value in (MODEL | mesh(sizes) | rows | variant).items()]
 
 
@@ -61,11 +62,11 @@ def real(sizes: Sizes, variants: dict[str, dict[str, Any]]) -> dict[str, tuple[C
     ranks = start(device, detect_launch(), first.distributed)
     for name, variant in variants.items():
         app, args = read_config(command(sizes, variant))
-        built = build(app, args, sizes[0] * sizes[1])
+        built = build(app, args, degree_of(sizes))
         model = parallelize_model(built.module, ranks, built.plan, args.distributed)
         init_parameters(model, args.seed, device)
         step = Step(app, args, built, ranks, model)
-        n_micro, _ = args.micro_steps(sizes[0] * sizes[1])
+        n_micro, _ = args.micro_steps(degree_of(sizes))
         step.take(n_micro)
         left, peak = min(peak_of_step(step, n_micro) for _ in range(3))
         with CollectiveCounter(ranks) as counter:
@@ -109,9 +110,16 @@ def test_a_plan_sends_and_keeps_on_one_mesh_what_real_ranks_do(ranks):
     check_plan(ranks, (1, 2, 1), {"last": VARIANTS["last"]})
 
 
+@on_meshes((1, 2, 1, 2), (1, 2, 2, 2), soak=[(2, 2, 1, 2), (1, 4, 1, 4)])
+def test_a_plan_of_divided_positions_sends_and_keeps_what_real_ranks_do(ranks, sizes):
+    """Key-value heads are fewer than the ranks that share them, and are repeated."""
+    grouped = {"model.n_kv_heads": sizes[2]}
+    names = ("last", "full", "documents", "sft", "one micro-step", "mtp", "bf16")
+    check_plan(ranks, sizes, {name: VARIANTS[name] | grouped for name in names})
+
+
 def check_plan(ranks: Ranks, sizes: Sizes, variants: dict[str, dict[str, Any]]) -> None:
-    n = sizes[0] * sizes[1] * sizes[2]
-    measured = ranks.run(n, real, sizes, variants)[0]
+    measured = ranks.run(prod(sizes[:3]), real, sizes, variants)[0]
     [plan] = ranks.run(1, planned, sizes, variants)
     assert {k: found for k, (found, _) in plan.items()} == {k: v for k, (v, _) in measured.items()}
     peaks = {name: peak for name, (_, peak) in measured.items()}
