@@ -46,20 +46,18 @@ def kind_of(module: nn.Module) -> str | None:
 def undivided(modules: Mapping[str, nn.Module], tp: int, cp: int) -> Iterator[str]:
     """A line for each class of a model's modules that does not say what it computes, and for
     attention whose heads `tp * cp` does not divide."""
-    key, seen = f"distributed.cp_size = {cp}", set[type]()
-    for name, module in modules.items():
-        cls, is_attention = type(module), kind_of(module) == "heads"
-        if cls in seen or cls in POINTWISE or (kind_of(module) in KINDS and not is_attention):
-            continue
-        seen.add(cls)
-        if not is_attention:
+    key, of_class = f"distributed.cp_size = {cp}", {type(m): (n, m) for n, m in modules.items()}
+    for cls, (name, module) in of_class.items():
+        if kind_of(module) == "heads":
+            n_heads = module.wo.in_features // module.head_dim
+            if n_heads % (tp * cp):
+                fit = [str(n) for n in range(1, n_heads // tp + 1) if n_heads % (tp * n) == 0]
+                yield f"{key}: times tp_size it must divide {n_heads} heads: {', '.join(fit)}"
+        elif cls not in POINTWISE and kind_of(module) not in KINDS:
             yield (
                 f"{key}: {name or 'the model'} is a {cls.__name__}, which does not say whether it "
                 "computes each position by itself (lingua.parallel.context_parallel); set it to 1"
             )
-        elif (n_heads := module.wo.in_features // module.head_dim) % (tp * cp):
-            fit = [str(n) for n in range(1, n_heads // tp + 1) if n_heads % (tp * n) == 0]
-            yield f"{key}: times tp_size it must divide {n_heads} heads: {', '.join(fit)}"
 
 
 def divide_positions(
@@ -135,8 +133,7 @@ class Cut:
         """B S n -> B s N."""
         if not self.positions:
             return args
-        whole = self.padded(args[0], 1)
-        parts = whole.unflatten(1, (self.size, -1)).movedim(1, 0)  # ranks B s n
+        parts = self.padded(args[0], 1).unflatten(1, (self.size, -1)).movedim(1, 0)  # ranks B s n
         return (_Exchange.apply(parts, self.group).movedim(0, 2).flatten(-2), *args[1:])
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor:
@@ -150,8 +147,7 @@ class Cut:
             shape = torch.Size((len(out), self.positions, out.shape[2]))  # which tp need not divide
             where = {"shape": shape, "stride": (shape[1] * shape[2], shape[2], 1)}
             return DTensor.from_local(part, out.device_mesh, out.placements, **where)
-        targets = args[1] if len(args) > 1 else kwargs.get("targets")
-        dim = 1 if targets is None else 2
+        dim = 1 if (*args[1:], kwargs.get("targets"))[0] is None else 2
         return joined(out, dim, self.group).narrow(dim, 0, self.positions)
 
     def no_terms(self, module: nn.Module, args: Any, out: Any) -> None:
@@ -167,8 +163,9 @@ def positions_of_a_rank(positions: int, cp: int, tp: int) -> int:
 
 def joined(t: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The parts of all ranks along a dimension. Each computes the gradients of its own."""
+    t = t.contiguous()
     parts = [torch.empty_like(t) for _ in range(group.size())]
-    dist.all_gather(parts, t.detach().contiguous(), group=group)
+    dist.all_gather(parts, t.detach(), group=group)
     parts[group.rank()] = t
     return torch.cat(parts, dim)
 
