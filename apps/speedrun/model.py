@@ -118,12 +118,10 @@ class ValueAttention(Attention):
     def __init__(self, args: TransformerArgs, out_factor: float) -> None:
         super().__init__(args, out_factor)
         self.value_embedding = nn.Embedding(args.vocab_size, self.wv.out_features)
+        self.all_heads += ("value_embedding",)
 
     def values(self, x: Tensor, ctx: Context) -> Tensor:  # B S E -> B S H*D
         return super().values(x, ctx) + self.value_embedding(ctx.tokens)
-
-    def all_heads(self) -> tuple[str, ...]:
-        return (*super().all_heads(), "value_embedding")
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

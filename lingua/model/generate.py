@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from lingua.base.errors import UserError
 from lingua.model.cache import Cache
 from lingua.model.sampling import Sampler, SamplingArgs
-from lingua.parallel.mesh import divide, dp_degree, world_sum_
+from lingua.parallel.mesh import cp_group, divide, dp_degree, world_sum_
 from lingua.parallel.tensors import whole
 from lingua.parallel.torch_private import dynamo_is_imported
 from lingua.tokenizer.interface import Tokenizer
@@ -151,8 +151,9 @@ def _complete_batch(
                 continue
             # The model may have more tokens than its tokenizer.
             drawn = sampler(logits[:, : tokenizer.vocab_size], step)
-            if tp > 1:
-                dist.broadcast(drawn, group=mesh.get_group("tp"), group_src=0)
+            for group in (mesh.get_group("tp"), cp_group(mesh)):
+                if group is not None and group.size() > 1:
+                    dist.broadcast(drawn, group=group, group_src=0)
             logprobs = logits.log_softmax(-1).gather(1, drawn[:, None])[:, 0]
             both = torch.stack((drawn.double(), logprobs.double())).tolist()
             for row, token, logprob in zip(rows, *both, strict=True):

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerAction
 from lingua.base.dump_dir import COLLECTIVES, PROFILING
 from lingua.monitor.args import ProfilingArgs
 from lingua.monitor.collectives import CollectiveCounter, collectives_table
+from lingua.parallel.mesh import WORDS, sizes_of
 from lingua.parallel.torch_private import dump_memory_snapshot, record_memory_history
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class Profiler:
             logger.warning(f"profiling incomplete: {self._n_steps} steps ran; lower its warmup")
 
     def _write_collectives(self, step: int, counter: CollectiveCounter) -> None:
-        mesh = dict(zip(self._mesh.mesh_dim_names or (), self._mesh.shape, strict=True))
+        mesh = dict(zip(WORDS, sizes_of(self._mesh), strict=False))
         sizes = ", ".join(f"{name} {size}" for name, size in mesh.items())
         logger.info(
             f"collectives of step {step} on rank 0 ({sizes}):\n{collectives_table(counter.totals)}"

@@ -18,8 +18,7 @@ class DistributedArgs:
         None  # ranks each copy is sharded over; null takes what remains
     )
     tp_size: Additions[int] = 1  # ranks a layer is split over (tensor parallelism)
-    # neighbours on dp_shard that have the same rows and divide their positions (context
-    # parallelism)
+    # neighbours on dp_shard with the same rows, whose positions they divide (context parallelism)
     cp_size: Additions[int] = 1
     # use as many ranks as fit the sizes above, and leave the others idle; without it, ranks that do
     # not fit wait for more where torchrun has restarts, else they are an error

@@ -1,21 +1,19 @@
 """Context parallelism: ranks that have the same rows, and compute a part of their positions each
 (Ulysses: Jacobs et al., 2023, arXiv 2309.14509).
 
-Where tokens enter the model a rank takes its positions of them. Before attention one exchange makes
-positions whole and heads apart, and one behind it makes positions apart again, so that attention
-runs as it is, on a part of the heads. What leaves the model is of whole rows, equal on these ranks.
-A rank's gradients are those of its part: their sum over the ranks is the row's. Where the ranks do
-not divide the positions, the last ones have padding, which attention and losses do not see.
+A rank takes its positions of the tokens that enter the model. Before attention one exchange makes
+positions whole and heads apart, and one behind it positions apart again: attention runs as it is,
+on a part of the heads. What leaves the model is of whole rows, equal on these ranks; the sum of
+their gradients is that of the rows. Positions that do not divide have padding at the end.
 
 A model's classes say what they compute by `over_positions`, each in its own body:
     pointwise: each position by itself, but for what its modules do. Of tensors behind the first
         argument, which are of whole rows, it is given the rank's positions.
-    heads: attention. The modules of `all_heads()` give all heads of a position, `wo` takes them.
+    heads: attention. The modules of `all_heads` give all heads of a position, `wo` takes them.
     whole: of tokens alone, of whole rows.
     head: the last module, which is given the targets, and says by `padding` which do not count.
 
-Shapes in comments: B rows, S positions, s of a rank, N features of all heads, n of a rank's. Behind
-S there may be padding.
+Shapes in comments: B rows, S positions, s of a rank, N features of all heads, n of a rank's.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,21 +29,17 @@ from torch.distributed.tensor import DTensor
 
 from lingua.base.errors import UserError
 
-Which = tuple[int, int, Any]  # tensors from this argument on; their dimension; what padding is
-KINDS = ("pointwise", "heads", "whole", "head")
 # Modules of torch that compute each position by itself, or hold others.
 POINTWISE = (nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm, nn.Identity, nn.SiLU, nn.GELU)
 POINTWISE += (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def kind_of(module: nn.Module) -> str | None:
-    """What a module's class says of itself: one that is derived from it may compute otherwise."""
+def kind_of(module: nn.Module) -> str | None:  # of its own class: a base may compute otherwise
     return type(module).__dict__.get("over_positions")
 
 
 def undivided(modules: Mapping[str, nn.Module], tp: int, cp: int) -> Iterator[str]:
-    """A line for each class of a model's modules that does not say what it computes, and for
-    attention whose heads `tp * cp` does not divide."""
+    """What a model's classes do not say, and attention whose heads `tp * cp` does not divide."""
     key, of_class = f"distributed.cp_size = {cp}", {type(m): (n, m) for n, m in modules.items()}
     for cls, (name, module) in of_class.items():
         if kind_of(module) == "heads":
@@ -53,7 +47,7 @@ def undivided(modules: Mapping[str, nn.Module], tp: int, cp: int) -> Iterator[st
             if n_heads % (tp * cp):
                 fit = [str(n) for n in range(1, n_heads // tp + 1) if n_heads % (tp * n) == 0]
                 yield f"{key}: times tp_size it must divide {n_heads} heads: {', '.join(fit)}"
-        elif cls not in POINTWISE and kind_of(module) not in KINDS:
+        elif cls not in POINTWISE and kind_of(module) not in ("pointwise", "whole", "head"):
             yield (
                 f"{key}: {name or 'the model'} is a {cls.__name__}, which does not say whether it "
                 "computes each position by itself (lingua.parallel.context_parallel); set it to 1"
@@ -61,12 +55,16 @@ def undivided(modules: Mapping[str, nn.Module], tp: int, cp: int) -> Iterator[st
 
 
 def divide_positions(
-    model: nn.Module, modules: Iterable[nn.Module], group: dist.ProcessGroup, tp: int
+    model: nn.Module, blocks: Iterable[nn.Module], group: dist.ProcessGroup, tp: int
 ) -> None:
-    """Have the ranks of a group divide the positions of rows. `modules` are those of the model."""
+    """Have the ranks of a group divide the positions of the rows of a model with these blocks."""
     cut, first = Cut(group, tp), {"prepend": True, "with_kwargs": True}  # before a style of tp
-    model.register_forward_pre_hook(cut.begin, **first)
-    for module in modules:
+    model.register_forward_pre_hook(
+        lambda m, args, named: cut.begin(*args[:1], **named), prepend=True, with_kwargs=True
+    )
+    for block in blocks:  # which may be computed again after another forward: block(x, ctx)
+        block.register_forward_pre_hook(lambda m, args: cut.begin(args[1].tokens, args[1].cache))
+    for module in model.modules():
         kind = kind_of(module)
         if module is model or kind == "whole":
             continue
@@ -79,7 +77,7 @@ def divide_positions(
             module.register_forward_pre_hook(partial(cut.given, (1, 1, 0)), **first)
             module.register_forward_hook(cut.no_terms)
         elif kind == "heads":
-            for name in module.all_heads():
+            for name in module.all_heads:
                 split = partial(cut.heads_apart, module.head_dim)
                 module.get_submodule(name).register_forward_hook(split)
             module.wo.register_forward_pre_hook(cut.positions_apart, prepend=True)
@@ -91,25 +89,26 @@ class Cut:
     def __init__(self, group: dist.ProcessGroup, tp: int) -> None:
         self.group, self.size, self.rank, self.tp = group, group.size(), group.rank(), tp
         self.key = f"distributed.cp_size = {self.size}"
-        self.positions = 0  # of a row of this forward; 0: all ranks compute all of them
-        self.n = 0  # of these on each rank, padding included
+        self.positions = self.n = 0  # of a row, and of it on each rank; 0: each computes all
 
-    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens = args[0] if args else kwargs["tokens"]
-        self.positions = tokens.shape[1] if kwargs.get("cache") is None else 0
+    def begin(self, tokens: Tensor, cache: Any = None, **others: Any) -> None:
+        """A forward of a model, or of a block, with these of its arguments."""
+        self.positions = tokens.shape[1] if cache is None else 0
         self.n = positions_of_a_rank(self.positions, self.size, self.tp)
 
-    def given(self, which: Which, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Give a module its positions of tensors of whole rows."""
+    def given(self, which: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Give a module its positions of tensors of whole rows, by `which`: those from an argument
+        on, a dimension, and what padding is."""
         first, dim, padding = which
 
         def cut(t: Any) -> Any:
-            if not self.positions or not isinstance(t, Tensor):
+            if not self.positions or not isinstance(t, Tensor) or not t.ndim:
                 return t
-            if t.shape[dim] != self.positions:
+            at = min(dim, t.ndim - 1)  # the positions alone, where rows do not differ
+            if t.shape[at] != self.positions:
                 what = f"{type(module).__name__} was given {list(t.shape)}, not {self.positions}"
-                raise UserError(f"{self.key}: {what} positions in dimension {dim}")
-            return self.padded(t, dim, padding).narrow(dim, self.rank * self.n, self.n)
+                raise UserError(f"{self.key}: {what} positions in dimension {at}")
+            return self.padded(t, at, padding).narrow(at, self.rank * self.n, self.n)
 
         further = {name: cut(value) for name, value in kwargs.items()}
         return (*args[:first], *map(cut, args[first:])), further

@@ -55,7 +55,7 @@ def parallelize_model(
     if (group := cp_group(mesh)) is not None:
         from lingua.parallel.context_parallel import divide_positions
 
-        divide_positions(model, modules_of(model).values(), group, mesh["tp"].size())
+        divide_positions(model, blocks_of(model, plan), group, mesh["tp"].size())
     _wrap_blocks(model, plan, args)
     if unsharded:
         return model  # nothing to shard, sum or cast: FSDP's hooks would only cost time

@@ -58,8 +58,8 @@ def recorded(
             elif tp.size() > 1 and not isinstance(t, DTensor):
                 plain[name] = t.float().nan_to_num().sum()
         states[name] = whole(t)
-        if group is not None:
-            if states[name].shape[1] != n:
+        if group is not None and getattr(module, "over_positions", "") != "head":
+            if states[name].ndim < 2 or states[name].shape[1] != n:
                 need = f"must have {n} positions (dim 1) with cp_size = {group.size()}"
                 raise UserError(f"hidden states: {name} has {list(states[name].shape)}; {need}")
             states[name] = joined(states[name], 1, group)[:, :seq_len]

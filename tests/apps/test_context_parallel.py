@@ -1,6 +1,7 @@
 """Ranks that divide the positions of rows, against the plain model on one process; and what they
 refuse. Runs, with every feature: tests/apps/test_matrix.py, "divided positions"."""
 
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -11,17 +12,22 @@ from torch import Tensor, nn
 
 from apps.fastrnn import app as fastrnn
 from apps.lora import app as adapters
+from apps.main import app as main
 from apps.main.config import ModelArgs
+from apps.main.train import Objective
+from apps.main.transformer import Transformer, build_transformer, parallel_plan
 from apps.main.transformer import build as main_build
-from apps.main.transformer import build_transformer, parallel_plan
 from apps.mamba import app as mamba
 from lingua.app import Built
 from lingua.data import IGNORE
+from lingua.data.loader import MicroBatch
+from lingua.model import Losses, as_losses
 from lingua.model.args import TransformerArgs
-from lingua.model.transformer import FeedForward, TransformerBlock
+from lingua.model.transformer import Context, FeedForward, TransformerBlock
 from lingua.parallel.init import init_parameters
 from lingua.parallel.mesh import dp_degree, dp_gather, dp_rank, dp_sum_
 from lingua.parallel.tensors import whole
+from lingua.run.run import Run
 from tests.apps.meshes import Sizes, name_of, on_mesh
 from tests.apps.runs import Twist, arguments, differs
 from tests.forks import latent, looped, mingru, moe
@@ -29,6 +35,7 @@ from tests.mistakes import refused
 
 STATES = {"model.layers": "[mamba, attention]"}
 STATES |= {"model.mamba": "{expand: 2, head_dim: 11, state_dim: 5, n_groups: 2}"}
+SEQ = 16  # data.seq_len of the runs
 ROWS = 8  # as many as the positions of a rank: rows and positions must not be confused
 CP, CP_4, CP_TP, CP_DP = (1, 2, 1, 2), (1, 4, 1, 4), (1, 2, 2, 2), (2, 2, 1, 2)
 
@@ -184,3 +191,50 @@ def test_what_cannot_be_divided_is_refused_with_what_can(runs):
         refused(lambda k=keys: arguments({"distributed.cp_size": 2} | k), *names)
     keys = {"distributed.cp_size": 2, "lora.dropout": 0.1, "checkpoint.init_from": "x"}
     refused(lambda: arguments(keys, adapters), "cp_size", "lora.dropout")
+
+
+class TwoLengths(Objective):
+    """Its loss runs the model on the start of the rows too, and looks at it again."""
+
+    def loss(self, micro: MicroBatch) -> Losses:
+        model, losses = self.run.model, super().loss(micro)
+        start = as_losses(model(micro.tokens[:, :6], micro.targets[..., :6], **micro.random()), 1)
+        with torch.no_grad():
+            model(micro.tokens[:, :3])
+        return losses._replace(sums=losses.sums + start.sums)
+
+
+@pytest.mark.parametrize("kind", ["none", "full", "selective"])
+def test_blocks_are_computed_again_as_in_their_own_forward(runs, kind):
+    settings = {"model.dropout": 0.1, "stop_at": 3}
+    app = replace(main, objective=TwoLengths)
+    alone = runs.train((1, 1, 1), settings, app=app)
+    again = settings | {"distributed.activation_checkpointing": kind}
+    assert differs(runs.train(CP, again, app=app), alone) == []
+
+
+class WithPlaces(Transformer):
+    """Learned positions, which do not differ from row to row."""
+
+    over_positions = "pointwise"
+
+    def __init__(self, args: Any, **parts: Any) -> None:
+        super().__init__(args, **parts)
+        self.places = nn.Embedding(SEQ, args.dim)
+
+    def embed(self, tokens: Tensor, ctx: Context) -> Tensor:
+        return super().embed(tokens, ctx) + self.places(ctx.positions)
+
+
+def head_norm(run: Run) -> None:
+    losses = [states["output"] for _, states in run.hidden("output")]
+    run.report.event("probe", run.progress.step + 1, size=sum(t.numel() for t in losses))
+
+
+def test_learned_positions_and_a_probe_of_the_head(runs):
+    settings = {"stop_at": 3, "probe.every": 1}
+    app = replace(main, build=partial(main_build, kind=WithPlaces), probe=head_norm)
+    alone, run = (runs.train(sizes, settings, app=app) for sizes in ((1, 1, 1), CP_4))
+    assert differs(run, alone) == []
+    sizes = [[e["size"] for e in r.events if e["event"] == "probe"] for r in (alone, run)]
+    assert sizes[0] == sizes[1] == [1, 1, 1]
