@@ -136,6 +136,7 @@ def starts_of(app: App, keys: list[str]) -> list[Start]:
     args = read_config([key for key in keys if not key.startswith(CP)], app)
     plan = app.build(args).plan
     has_tp = plan is not None and plan.tp is not None
+    chosen: list[tuple[tuple[int, ...], int]]
     chosen = [(sizes, rows) for sizes, rows in STARTS if has_tp or sizes[2] == 1]
     cp = next((int(key.removeprefix(CP)) for key in keys if key.startswith(CP)), 1)
     if cp > 1:

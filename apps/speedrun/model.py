@@ -118,7 +118,7 @@ class ValueAttention(Attention):
     def __init__(self, args: TransformerArgs, out_factor: float) -> None:
         super().__init__(args, out_factor)
         self.value_embedding = nn.Embedding(args.vocab_size, self.wv.out_features)
-        self.all_heads += ("value_embedding",)
+        self.all_heads.append("value_embedding")
 
     def values(self, x: Tensor, ctx: Context) -> Tensor:  # B S E -> B S H*D
         return super().values(x, ctx) + self.value_embedding(ctx.tokens)

@@ -237,14 +237,14 @@ class Attention(nn.Module):
         self.wv = nn.Linear(args.dim, n_kv_heads * self.head_dim, bias=args.qkv_bias)
         self.wo = nn.Linear(n_heads * self.head_dim, args.dim, bias=False)
         self.qk_norm = args.qk_norm
-        self.all_heads = "wq", "wk", "wv"  # the last modules that compute with all heads together
+        self.all_heads = ["wq", "wk", "wv"]  # the last modules that compute with all heads together
         if self.qk_norm == "per_head":
             self.q_norm = RMSNorm(self.head_dim, eps=args.norm_eps)
             self.k_norm = RMSNorm(self.head_dim, eps=args.norm_eps)
         elif self.qk_norm == "all_heads":
             self.q_norm = AllHeadsNorm(n_heads * self.head_dim, eps=args.norm_eps)
             self.k_norm = AllHeadsNorm(n_kv_heads * self.head_dim, eps=args.norm_eps)
-            self.all_heads = "q_norm", "k_norm", "wv"
+            self.all_heads = ["q_norm", "k_norm", "wv"]
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:  # B S E -> B S E
         q, k, v = self.wq(x), self.wk(x), self.values(x, ctx)

@@ -19,7 +19,7 @@ Shapes in comments: B rows, S positions, s of a rank, N features of all heads, n
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from math import lcm
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,15 +30,15 @@ from torch.distributed.tensor import DTensor
 from lingua.base.errors import UserError
 
 # Modules of torch that compute each position by itself, or hold others.
-POINTWISE = (nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm, nn.Identity, nn.SiLU, nn.GELU)
-POINTWISE += (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+POINTWISE = {nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm, nn.Identity, nn.SiLU, nn.GELU}
+POINTWISE |= {nn.ModuleList, nn.ModuleDict, nn.Sequential}
 
 
 def kind_of(module: nn.Module) -> str | None:  # of its own class: a base may compute otherwise
     return type(module).__dict__.get("over_positions")
 
 
-def undivided(modules: Mapping[str, nn.Module], tp: int, cp: int) -> Iterator[str]:
+def undivided(modules: Mapping[str, Any], tp: int, cp: int) -> Iterator[str]:
     """What a model's classes do not say, and attention whose heads `tp * cp` does not divide."""
     key, of_class = f"distributed.cp_size = {cp}", {type(m): (n, m) for n, m in modules.items()}
     for cls, (name, module) in of_class.items():
@@ -64,16 +64,14 @@ def divide_positions(
     )
     for block in blocks:  # which may be computed again after another forward: block(x, ctx)
         block.register_forward_pre_hook(lambda m, args: cut.begin(args[1].tokens, args[1].cache))
-    for module in model.modules():
+    for module in cast(Iterable[Any], model.modules()):
         kind = kind_of(module)
-        if module is model or kind == "whole":
-            continue
         if isinstance(module, nn.Embedding):
             module.register_forward_pre_hook(partial(cut.given, (0, 1, 0)), **first)
         elif kind == "head":
             module.register_forward_pre_hook(partial(cut.given, (1, 2, module.padding)), **first)
             module.register_forward_hook(cut.leave, with_kwargs=True)
-        elif kind == "pointwise":
+        elif kind == "pointwise" and module is not model:
             module.register_forward_pre_hook(partial(cut.given, (1, 1, 0)), **first)
             module.register_forward_hook(cut.no_terms)
         elif kind == "heads":
@@ -143,9 +141,9 @@ class Cut:
             return joined(out[None], 0, self.group).sum(0)
         if isinstance(out, DTensor):  # logits, split over the vocabulary
             part = joined(out.to_local(), 1, self.group)[:, : self.positions]
-            shape = torch.Size((len(out), self.positions, out.shape[2]))  # which tp need not divide
-            where = {"shape": shape, "stride": (shape[1] * shape[2], shape[2], 1)}
-            return DTensor.from_local(part, out.device_mesh, out.placements, **where)
+            shape = len(out), self.positions, out.shape[2]  # which tp need not divide
+            sizes: Any = {"shape": torch.Size(shape), "stride": (shape[1] * shape[2], shape[2], 1)}
+            return DTensor.from_local(part, out.device_mesh, out.placements, **sizes)
         dim = 1 if (*args[1:], kwargs.get("targets"))[0] is None else 2
         return joined(out, dim, self.group).narrow(dim, 0, self.positions)
 
