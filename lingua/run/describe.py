@@ -147,7 +147,7 @@ def finish(run: Run) -> None:
         try:
             with tool_needed_by(f"comparing the run with {PLAN}"):
                 from lingua.tools.plan.fact import against_plan
-            logger.info(against_plan(args.folder, run.mesh.shape, run.device, step_s))
+            logger.info(against_plan(args.folder, sizes_of(run.mesh), run.device, step_s))
         except UserError as error:  # the run is done
             logger.info(error)
     run.report.event("stop", step, reason=reason)
