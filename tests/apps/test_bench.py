@@ -124,6 +124,7 @@ def test_numbers_are_shown_with_three_digits_or_all_before_the_point() -> None:
 CHECKS = {
     "sync": check_sync,
     "promise": check_promise,
+    "promise distributed.cp_size=2": check_promise,
     "pairs": check_pairs,
     "ablate": check_ablate,
     "onefile": check_onefile,
@@ -149,6 +150,8 @@ SMALLEST: dict[str, list[str]] = {
     "receipt": [*RUN, "--repeats=1"],
     "recheck": [*RUN, "--repeats=1"],
     "promise": [*RUN, "steps=5"],
+    "promise distributed.cp_size=2": [*RUN, "steps=5"],
+    "context": [*RUN, "--repeats=1"],
     "ablate": [
         *RUN,
         "steps=12",
@@ -162,6 +165,7 @@ SMALLEST: dict[str, list[str]] = {
 CONSTANTS = {
     "elastic": "m.STEPS = 5; m.SETTINGS.popitem()",
     "ranks": "m.RANKS = 8, 16; m.STEPS = 10",
+    "context": "m.STEPS = 2",
 }
 SMALLER = """
 import apps.bench.{name} as m
@@ -184,6 +188,8 @@ SOAK = (
     "sync",
     "exchange",
     "promise",
+    "promise distributed.cp_size=2",
+    "context",
     "pairs",
 )
 

@@ -503,7 +503,7 @@ def test_the_machines_of_the_runs_are_a_table(tmp_path):
     resumed = start | {"step": 5, "topology": None, "torch": "2.13", "created_at": "2026-01-02T03"}
     a_run(tmp_path / "run", metrics=[start, line(1), resumed])
     header, first, second = payload_of(page_of(tmp_path))["machines"]
-    assert header == ["run", "step", "dp_replicate x dp_shard x tp", "hosts", "device",
+    assert header == ["run", "step", "dp_replicate x dp_shard x tp (x cp)", "hosts", "device",
                       "FLOPs per token", "commit", "torch", "when, UTC"]  # fmt: skip
     commit = "aaaaaaaaaaaa-dirty"
     assert first == ["run", "0", "2 x 4 x 1", "n1, n2", "H100", "1,234", commit, "", ""]

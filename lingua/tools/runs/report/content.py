@@ -281,7 +281,10 @@ def _machines(records: Sequence[Record]) -> list[list[str]]:
         joined["commit"] = re.sub(r"^(\w{12})\w+", r"\1", _text(event.get("commit")))
         cells = [_whole(v) if type(v) is float else _text(v) for v in map(joined.get, keys)]
         rows.append([name, *cells, _text(event.get("created_at"))[:19].replace("T", " ")])
-    titles = {"topology": "dp_replicate x dp_shard x tp x cp", "flops_per_token": "FLOPs per token"}
+    titles = {
+        "topology": "dp_replicate x dp_shard x tp (x cp)",
+        "flops_per_token": "FLOPs per token",
+    }
     return [["run", *(titles.get(key, key) for key in keys), "when, UTC"], *rows] if rows else []
 
 
