@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 class Context:
     """The values that the blocks of one forward share. It covers all positions, also under tensor
-    parallelism, where x has a rank's part of them outside of attention and feed-forward.
+    and context parallelism, where x has a rank's part of them outside of attention.
 
     Attributes (L is S, or with a cache all columns up to the last one of this forward):
         tokens: int64 B S.

@@ -21,15 +21,15 @@ def check_float8(
     model: nn.Module,
     plan: ParallelPlan | None,
     sizes: tuple[int, ...],
-    seq_len: int,
+    positions: float,
     device: str,
 ) -> None:
-    """Check that the blocks of a plain model can compute in float8 on a mesh of these sizes. It
-    needs no processes. Raises UserError."""
+    """Check that the blocks of a plain model can compute in float8 on a mesh of these sizes, with
+    so many positions of a row on a rank. It needs no processes. Raises UserError."""
     import_optional("torchao", KEY)
     check_matrices(model, plan or ParallelPlan(), sizes)
-    if seq_len % MULTIPLE:
-        raise UserError(f"{KEY}: data.seq_len = {seq_len}: must be a multiple of {MULTIPLE}")
+    if positions % MULTIPLE:
+        raise UserError(f"{KEY}: data.seq_len / cp_size = {positions:g}: no multiple of {MULTIPLE}")
     if device == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if capability < CAPABILITY:
