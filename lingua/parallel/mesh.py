@@ -35,12 +35,12 @@ def share_rows(mesh: DeviceMesh, cp: int) -> None:
     if cp > 1:
         ranks = mesh.mesh.view(-1, cp, mesh["tp"].size()).transpose(1, 2)  # ..., tp, cp
         group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, cp).tolist())
-        setattr(mesh, _CP, group)  # DeviceMesh has no axis inside of another
+        setattr(mesh, _CP, lambda: group)  # torch.compile copies meshes, and cannot copy a group
 
 
 def cp_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The ranks that divide the positions of this one's rows; None where it has them all."""
-    return getattr(mesh, _CP, None)
+    return getattr(mesh, _CP, lambda: None)()
 
 
 def cp_size(mesh: DeviceMesh) -> int:
