@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lingua.base.errors import UserError
+from lingua.parallel.mesh import positions_of_a_rank
 
 # Modules of torch that compute each position by itself, or hold others.
 POINTWISE = {nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm, nn.Identity, nn.SiLU, nn.GELU}
@@ -151,11 +152,6 @@ class Cut:
         if self.positions and isinstance(out, tuple):
             what = f"{type(module).__name__} returns terms per row, of a rank's positions alone"
             raise UserError(f"{self.key}: {what}; set it to 1")
-
-
-def positions_of_a_rank(positions: int, cp: int, tp: int) -> int:
-    """How many positions of a row each cp rank has, padding included, which tp ranks divide too."""
-    return -(-positions // (cp * tp)) * tp
 
 
 def joined(t: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

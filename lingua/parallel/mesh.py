@@ -76,6 +76,11 @@ def counts_rows(mesh: DeviceMesh) -> bool:
     return not mesh.get_local_rank("tp") and (group is None or not group.rank())
 
 
+def positions_of_a_rank(positions: int, cp: int, tp: int) -> int:
+    """How many positions of a row each cp rank has, padding included, which tp ranks divide too."""
+    return -(-positions // (cp * tp)) * tp
+
+
 def dp_sum_(t: Tensor, mesh: DeviceMesh) -> Tensor:
     """Sum `t` over the data-parallel ranks, in place. int64 wraps modulo 2^64."""
     if (group := cp_group(mesh)) is not None and group.rank():

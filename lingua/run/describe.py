@@ -28,14 +28,7 @@ from lingua.data.sources import TextData
 from lingua.model.head import chunk_note
 from lingua.model.transformer import Attention
 from lingua.optim.schedule import schedule_warnings
-from lingua.parallel.mesh import (
-    WORDS,
-    cp_size,
-    dp_degree,
-    gather_on_every_rank,
-    on_rank_0,
-    sizes_of,
-)
+from lingua.parallel.mesh import WORDS, dp_degree, gather_on_every_rank, on_rank_0, sizes_of
 from lingua.run.args import RunArgs
 from lingua.run.receipt import write_receipt
 from lingua.run.run import Run
@@ -104,7 +97,8 @@ def describe(args: RunArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[str]
         from lingua.parallel.traffic import traffic_notes
 
         yield from traffic_notes(model, mesh, args.distributed, n_micro)
-    yield from chunk_note(model, rows * args.data.seq_len // cp_size(mesh), mesh["tp"].size())
+    positions = rows * args.data.seq_len // args.distributed.cp_size
+    yield from chunk_note(model, positions, mesh["tp"].size())
     yield from schedule_warnings(args.optim, args.steps)
 
 

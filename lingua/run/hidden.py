@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lingua.base.errors import UserError
-from lingua.parallel.mesh import cp_group
+from lingua.parallel.mesh import cp_group, cp_size, positions_of_a_rank
 from lingua.parallel.plan import find_modules
 from lingua.parallel.tensors import whole
 
@@ -36,11 +36,8 @@ def recorded(
     states: dict[str, Tensor] = {}
     styled: dict[str, Tensor | None] = {}  # made whole before the style has its turn
     plain: dict[str, Tensor] = {}  # sums of those that must be equal on all tp ranks
-    tp, group, seq_len, n = mesh["tp"], cp_group(mesh), args.data.seq_len, args.data.seq_len
-    if group is not None:
-        from lingua.parallel.context_parallel import joined, positions_of_a_rank
-
-        n = positions_of_a_rank(seq_len, group.size(), tp.size())
+    tp, cp, seq_len = mesh["tp"], cp_size(mesh), args.data.seq_len
+    n = positions_of_a_rank(seq_len, cp, tp.size())
 
     def see(name: str, module: nn.Module, inputs: Any, out: Any) -> None:
         t = _first(name, out)
@@ -58,11 +55,8 @@ def recorded(
             elif tp.size() > 1 and not isinstance(t, DTensor):
                 plain[name] = t.float().nan_to_num().sum()
         states[name] = whole(t)
-        if group is not None and getattr(module, "over_positions", "") != "head":
-            if states[name].ndim < 2 or states[name].shape[1] != n:
-                need = f"must have {n} positions (dim 1) with cp_size = {group.size()}"
-                raise UserError(f"hidden states: {name} has {list(states[name].shape)}; {need}")
-            states[name] = joined(states[name], 1, group)[:, :seq_len]
+        if cp > 1 and getattr(module, "over_positions", "") != "head":
+            states[name] = _joined(name, states[name], n, mesh)[:, :seq_len]
 
     with ExitStack() as hooks:
         for name, module in find_modules(model, patterns).items():
@@ -82,6 +76,16 @@ def recorded(
                 f"hidden states: tensor-parallel ranks have different parts of {', '.join(parts)}, "
                 "split by no style of its own; name a module that has one, or that contains it"
             )
+
+
+def _joined(name: str, t: Tensor, n: int, mesh: DeviceMesh) -> Tensor:
+    """All positions of a module's states, of which each cp rank has n."""
+    from lingua.parallel.context_parallel import joined
+
+    if (group := cp_group(mesh)) is None or t.ndim < 2 or t.shape[1] != n:
+        need = f"must have {n} positions (dim 1) with cp_size = {cp_size(mesh)}"
+        raise UserError(f"hidden states: {name} has {list(t.shape)}; {need}")
+    return joined(t, 1, group)
 
 
 def _first(name: str, out: Any) -> Tensor:
