@@ -41,8 +41,8 @@ def kind_of(module: nn.Module) -> str | None:  # of its own class: a base may co
 
 def undivided(modules: Mapping[str, Any], tp: int, cp: int) -> Iterator[str]:
     """What a model's classes do not say, and attention whose heads `tp * cp` does not divide."""
-    key, of_class = f"distributed.cp_size = {cp}", {type(m): (n, m) for n, m in modules.items()}
-    for cls, (name, module) in of_class.items():
+    key, last_first = f"distributed.cp_size = {cp}", reversed([*modules.items()])
+    for cls, (name, module) in {type(m): (n, m) for n, m in last_first}.items():
         if kind_of(module) == "heads":
             n_heads = module.wo.in_features // module.head_dim
             if n_heads % (tp * cp):
