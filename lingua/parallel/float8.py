@@ -21,15 +21,17 @@ def check_float8(
     model: nn.Module,
     plan: ParallelPlan | None,
     sizes: tuple[int, ...],
-    positions: float,
+    seq_len: int,
+    cp_size: int,
     device: str,
 ) -> None:
-    """Check that the blocks of a plain model can compute in float8 on a mesh of these sizes, with
-    so many positions of a row on a rank. It needs no processes. Raises UserError."""
+    """Check that the blocks of a plain model can compute in float8 on a mesh of these sizes, where
+    cp_size ranks divide the positions of a row. It needs no processes. Raises UserError."""
     import_optional("torchao", KEY)
     check_matrices(model, plan or ParallelPlan(), sizes)
-    if positions % MULTIPLE:
-        raise UserError(f"{KEY}: data.seq_len / cp_size = {positions:g}: no multiple of {MULTIPLE}")
+    if seq_len % (MULTIPLE * cp_size):
+        of = f"{MULTIPLE}{f' x {cp_size} (cp_size)' * (cp_size > 1)}"
+        raise UserError(f"{KEY}: data.seq_len = {seq_len}: no multiple of {of}")
     if device == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if capability < CAPABILITY:

@@ -315,7 +315,7 @@ def check_run(
     if args.distributed.float8 is not None:
         from lingua.parallel.float8 import check_float8
 
-        check_float8(built.module, built.plan, sizes, args.data.seq_len / cp, device)
+        check_float8(built.module, built.plan, sizes, args.data.seq_len, cp, device)
     if args.eval is not None:
         with tool_needed_by("eval.tasks"):
             from lingua.tools.inference.benchmarks import check_benchmarks

@@ -143,5 +143,5 @@ def check_sizes(app: App, args: RunArgs, sizes: tuple[int, ...]) -> None:
     built = build(app, args, degree_of(sizes))
     check_layout(built.module, built.plan, sizes[2], (*sizes, 1)[3])
     if args.distributed.float8 is not None:
-        positions = args.data.seq_len / args.distributed.cp_size
-        check_float8(built.module, built.plan, sizes[:3], positions, "cpu")
+        seq_len, cp_size = args.data.seq_len, args.distributed.cp_size
+        check_float8(built.module, built.plan, sizes[:3], seq_len, cp_size, "cpu")
