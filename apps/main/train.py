@@ -65,7 +65,7 @@ def train(app: App, args: RunArgs) -> str | None:
                     signals = run.signals
                     finish(run)
             except Stopped:  # by a signal that came before the first step
-                signals = received_signals(stop.signal)
+                signals = received_signals(stop.received)
         if signals and detect_launch().by == "slurm":
             from lingua.parallel.slurm import requeue
 
@@ -185,7 +185,7 @@ def take_steps(run: Run, stop: StopRequest) -> Generator[int, None, None]:
             yield step
     if stopping:
         run.saver.wait()  # raises the error that ends the run, if one does
-        run.signals = received_signals(stop.signal)
+        run.signals = received_signals(stop.received)
 
 
 def train_step(

@@ -8,7 +8,7 @@ case. `cp_size` neighbours on dp_shard are one data-parallel rank: they have the
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
@@ -186,12 +186,12 @@ def begin_world_sum_(t: Tensor) -> dist.Work:
     return dist.all_reduce(t, async_op=True)
 
 
-def received_signals(name: str | None) -> list[str]:
+def received_signals(received: Collection[str]) -> list[str]:
     """The names of the stop signals that ranks received, by their numbers. Called by every rank,
-    with the one that it received, if any."""
+    with those that it received."""
     names = [number.name for number in sorted(STOPPING)]
-    counts = world_sum_(torch.tensor([name == other for other in names]).long())
-    return [other for other, count in zip(names, counts.tolist(), strict=True) if count]
+    counts = world_sum_(torch.tensor([name in received for name in names]).long())
+    return [name for name, count in zip(names, counts.tolist(), strict=True) if count]
 
 
 def gather_on_every_rank(item: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -39,6 +39,7 @@ class StopRequest:
 
     def __init__(self, note: str = "") -> None:
         self.signal: str | None = None  # name of the first signal received
+        self.received: set[str] = set()  # names of all
         self.note = self._first_note = note  # what the run does about a signal
         self._process = os.getpid()
         self._raising = False
@@ -55,10 +56,16 @@ class StopRequest:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
             os._exit(128 + number)  # in a process that a library forked, and now ends
-        self.signal = self.signal or signal.Signals(number).name
+        self._add(number)
         if self._raising:
             self._raising = False  # a second signal must not interrupt the clean-up
             raise Stopped
+
+    def _add(self, number: int) -> str:
+        name = signal.Signals(number).name
+        self.signal = self.signal or name
+        self.received.add(name)
+        return name
 
     def _watch(self, reader: int) -> None:
         noted: set[int] = set()
@@ -66,8 +73,7 @@ class StopRequest:
         while number := os.read(reader, 1)[0]:  # `__exit__` writes 0
             if number not in self._previous_handlers:
                 continue
-            name = signal.Signals(number).name
-            self.signal = self.signal or name
+            name = self._add(number)
             starting = self.note == self._first_note  # there is nothing to save
             if starting and number == signal.SIGTERM and restarts_in_torchrun():
                 os._exit(128 + number)  # torchrun waits for it, to start it with other ranks
