@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # importing lingua imports no torch
     from lingua.run.in_process import OpenRun
     from lingua.run.records import Record
     from lingua.tools.inference.lm import LM
+    from lingua.tools.slurm.submitit import Job as Job
 
 # Looks that a thread of OpenMP takes at the others before it gives up its core (libgomp: 300,000,
 # some 3 ms, in which nothing else has the core). Read when torch is imported.
@@ -29,7 +30,15 @@ SPIN_COUNT = "10000"
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
-__all__ = ["__version__", "load", "open_run", "train"]
+__all__ = ["Job", "__version__", "load", "open_run", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Job":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lingua.tools.slurm.submitit import Job
+
+    return Job
 
 
 def load(
