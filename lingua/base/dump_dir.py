@@ -11,16 +11,17 @@ VALIDATION = "metrics.validation.jsonl"  # held-out losses, a line per source
 EVALUATION = "metrics.eval.jsonl"  # results of benchmarks, a line per task
 SAMPLES = "samples.jsonl"  # generated text
 RECEIPT = "receipt.json"  # of a finished run: what it is and what came of it, with hashes
-WANDB_ID = "wandb_id"  # id of the run in Weights & Biases
+WANDB_ID, TRACKIO_ID = "wandb_id", "trackio_id"  # ids of the run in Weights & Biases and Trackio
 LINES = (METRICS, VALIDATION, EVALUATION, SAMPLES)  # lines of JSON, each with a `step`
 WRONG_HOSTS = "wrong_hosts.jsonl"  # a line for each rank that distributed.check_every has named
-FILES = (CONFIG, TRAIN_LOG, *LINES, WANDB_ID, WRONG_HOSTS)
+FILES = (CONFIG, TRAIN_LOG, *LINES, WANDB_ID, TRACKIO_ID, WRONG_HOSTS)
 
 CHECKPOINTS = "checkpoints"  # a folder per saved step
 EVALS = "evals"  # a folder per evaluated step, with RESULTS
 PROFILING = "profiling"  # traces, memory snapshots, COLLECTIVES
 STARTS = "starts"  # a file per start, named by its number
-FOLDERS = (CHECKPOINTS, EVALS, PROFILING, STARTS, "wandb")
+TENSORBOARD = "tensorboard"  # an event file per start
+FOLDERS = (CHECKPOINTS, EVALS, PROFILING, STARTS, TENSORBOARD, "wandb")
 
 LOCK = "run.lock"  # held while the run trains
 RUN_ID = "run.id"  # random text; equal in a folder of checkpoints outside of the dump dir

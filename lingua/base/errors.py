@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from lingua.base.format import printable
+from lingua.base.format import printable, without_secrets
 
 MAX_SHOWN = 50  # mistakes listed in one message
 
@@ -22,7 +22,8 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str, local: bool = False, exit_code: int = 2) -> None:
-        super().__init__(re.sub("(.{1000}).{99,}(.{500})", r"\1 ... \2", printable(message)))
+        text = printable(without_secrets(message))
+        super().__init__(re.sub("(.{1000}).{99,}(.{500})", r"\1 ... \2", text))
         self.local, self.exit_code = local, exit_code
 
     def _render_traceback_(self) -> list[str]:

@@ -13,6 +13,12 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
+def without_secrets(text: str) -> str:
+    """A message without the user and the query of a URL."""
+    text = re.sub(r"(\w://)[^/\s@\"']*@", r"\1", text)
+    return re.sub(r"(https?://[^\s?\"']*)\?[^\s\"']*", r"\1", text)
+
+
 def align(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     """Returns the lines of a table: the first `left` columns are aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

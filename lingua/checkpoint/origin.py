@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lingua.app import App
 from lingua.base.dump_dir import CHECKPOINTS, CONFIG, MANIFEST, METADATA, STEP_FOLDER
 from lingua.base.errors import UserError, tool_needed_by
-from lingua.base.files import read_bytes
+from lingua.base.files import is_url, read_bytes
 from lingua.base.format import counted
 from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.changes import Change, Classes, changes, changes_table, check_changes
@@ -216,8 +216,9 @@ def config_of_init_checkpoint(app: App, args: Any, given: set[str]) -> Values:
     ]
     if not keys:  # the config of a run that has started
         return {}
-    path, run_config = Path(args.checkpoint.init_from), args.folder / CONFIG
+    given_path, run_config = str(args.checkpoint.init_from), args.folder / CONFIG
     try:
+        path = local_copy(given_path, alone=True)
         if is_hf_folder(path):
             key = "data.tokenizer" if TOKENIZER_KEYS[0] in keys else None
             with tool_needed_by(str(path)):
@@ -235,10 +236,23 @@ def config_of_init_checkpoint(app: App, args: Any, given: set[str]) -> Values:
         if not run_config.exists():  # a run that has started needs the other no more
             raise UserError(f"{INIT_FROM}: {error}", error.local) from None
         tree, file = plain(read_file(run_config, str(run_config))), run_config
-    return {k: LocatedValue.of(value, str(file)) for k, value in pick(tree, keys).items()}
+    values = pick(tree, keys)
+    tokenizer = str(values.get(TOKENIZER_KEYS[1]))
+    if is_url(given_path) and tokenizer.startswith(f"{path}/"):  # another machine has no such copy
+        values[TOKENIZER_KEYS[1]] = given_path.rstrip("/") + tokenizer.removeprefix(str(path))
+    return {k: LocatedValue.of(value, str(file)) for k, value in values.items()}
 
 
 # ---- opening
+
+
+def local_copy(path: str | Path, alone: bool = False) -> Path:
+    """The path, or that of the copy here of what a URL names. Called as `open_source`."""
+    if not is_url(path):
+        return Path(path)
+    with tool_needed_by(str(path)):
+        from lingua.tools.storage.fetch import fetched
+    return fetched(str(path), alone)
 
 
 def locate(path: Path, report: Callable[[str], None]) -> list[Checkpoint]:
@@ -285,9 +299,9 @@ def open_source(
     UserError, which begins with the key. A checkpoint whose model has a base has that too.
 
     Args:
-        path: what `locate` takes; of several checkpoints it is the newest that verifies. Or a
-            folder of transformers, a checkpoint of Meta Lingua's, its folder `consolidated`, or a
-            file of torch.save.
+        path: what `locate` takes, or its URL; of several checkpoints it is the newest that
+            verifies. Or a folder of transformers, a checkpoint of Meta Lingua's, its folder
+            `consolidated`, or a file of torch.save.
         app: whose models a folder of transformers has; None: apps.main.
         verify: `full`, in a process group, or `size`: as checkpoint.verify.
         report: logs a line for each checkpoint that is skipped.
@@ -295,7 +309,7 @@ def open_source(
         base: where the base of the model is, if it has one; None: where its run found it.
     """
     try:
-        source = _open(Path(path), app, verify, report, alone, base)
+        source = _open(local_copy(path, alone), app, verify, report, alone, base)
         if _has_a_part(source):
             return _with_base(source, app, verify, report, alone, base)
         if base is not None and source.parts is None:
@@ -394,7 +408,7 @@ def _with_base(
         path = named if named is not None else pick(tree, [INIT_FROM]).get(INIT_FROM)
         key = f"{INIT_FROM} of {below.path}" if named is None else "base_model"
         try:
-            below = _open(Path(str(path)), app, verify, report, alone)
+            below = _open(local_copy(str(path), alone), app, verify, report, alone)
         except UserError as error:
             raise UserError(f"{key}: {error}; {advice}", error.local) from None
         if below.path.resolve() in seen:

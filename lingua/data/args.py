@@ -6,6 +6,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from lingua.base.errors import UserError
+from lingua.base.files import is_url
 from lingua.base.format import counted
 from lingua.config.schema import (
     MAX_ROWS,
@@ -38,7 +39,8 @@ class Stage:
 class SourceFiles:
     """The files of a source, where its name does not lead to them, and the key of its text."""
 
-    # patterns such as web/**/*.jsonl.zst, relative to data.root_dir; a folder means all files in it
+    # patterns such as web/**/*.jsonl.zst, relative to data.root_dir, or s3://bucket/web/*.jsonl.zst;
+    # a folder means all files in it
     files: list[str] = field(default_factory=list)
     text_key: str | None = None  # key or column of the text; null: text, or else content
     # text, or the form of files of tokens (docs/data.md); null: by their names and first bytes
@@ -99,6 +101,8 @@ class DataArgs:
         yield from bounds(self, 2, "n_views", maximum=1000)
         yield from bounds(self, 1, "batch_size", "global_batch_size", maximum=MAX_ROWS)
         yield from bounds(self, 0, "workers", maximum=256)
+        if is_url(self.root_dir):
+            yield "root_dir", "must be a folder here; data.source_files may name URLs"
         marked = self.add_bos or self.add_eos or self.chat is not None
         if self.document_mask != "none" and not marked:
             need = "must be none where documents have neither a first nor a last token; "

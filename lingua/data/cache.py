@@ -18,7 +18,14 @@ import numpy as np
 
 from lingua.base.files import file_size, load_json, write_atomically
 from lingua.data.args import DataArgs, SourceFiles
-from lingua.data.files import IO_THREADS, STDLIB, FilePart, hash_part, is_description
+from lingua.data.files import (
+    IO_THREADS,
+    STDLIB,
+    FilePart,
+    hash_part,
+    is_description,
+    make_local,
+)
 from lingua.data.shards import FORMAT_VERSION, N_KINDS, SHARDS_MANIFEST, Manifest
 from lingua.tokenizer.interface import Tokenizer
 
@@ -132,6 +139,7 @@ def why_stale(manifest: Manifest, files: Iterable[FilePart], spec: ShardSpec) ->
         return f"{min(changed)[0]} was added, removed or changed"
     touched = [part for part in parts if part.mtime_ns != by_path[part.path].mtime_ns]
     now = [replace(by_path[part.path], begin=part.begin, end=part.end) for part in touched]
+    make_local(now)
     with ThreadPoolExecutor(IO_THREADS) as threads:
         for part, content in zip(touched, threads.map(hash_part, now), strict=True):
             if content != part.hash:

@@ -13,12 +13,13 @@ import re
 import stat
 import sysconfig
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
 
-from lingua.base.errors import UserError, nearest
+from lingua.base.errors import UserError, nearest, tool_needed_by
+from lingua.base.files import is_url
 
 STDLIB = "stdlib"
 # Names may leave them out.
@@ -36,10 +37,10 @@ _DESCRIPTION = r"(readme|licen[cs]e|dataset_?card)(\.(md|txt|rst))?|dataset_info
 class FilePart:
     """Bytes `begin` to `end` of a file of a source: all of them, unless the file was split."""
 
-    path: str  # relative to the source's folder (patterns: to root_dir), with "/"
-    full: str
+    path: str  # relative to the source's folder (patterns: to root_dir), with "/"; or a URL
+    full: str  # its place on this machine; what a URL names is there after `make_local`
     size: int  # bytes of the whole file
-    mtime_ns: int
+    mtime_ns: int  # of what a URL names, a number made of its version
     begin: int
     end: int
 
@@ -60,6 +61,7 @@ def find_files(
         if not files:
             raise UserError(f"{key}: {place} has no files")
     if any(file.path.endswith(TOKEN_FILES) for file in files):
+        make_local(files)  # their first bytes say what they are
         files = without_companions(files)
     for file in files:
         if Path(file.path).suffix.lower() in _NOT_READ:
@@ -116,6 +118,12 @@ def _stdlib(root_dir: Path, key: str) -> list[FilePart]:
 def _match(name: str, root_dir: Path, patterns: Iterable[str]) -> list[FilePart]:
     files: dict[str, FilePart] = {}  # patterns may overlap
     for pattern in patterns:
+        if is_url(pattern):
+            found = _match_url(pattern)
+            if not found:
+                raise UserError(f"data.source_files.{name}.files: {pattern} matches no object")
+            files |= {file.path: file for file in found}
+            continue
         matches = glob.glob(pattern, root_dir=root_dir, recursive=True)
         paths = [Path(os.path.normpath(match)) for match in matches]
         if not is_description(pattern):
@@ -128,6 +136,31 @@ def _match(name: str, root_dir: Path, patterns: Iterable[str]) -> list[FilePart]
             )
         files |= {file.path: file for file in matched}
     return list(files.values())
+
+
+def _match_url(pattern: str) -> list[FilePart]:
+    with tool_needed_by(pattern):
+        from lingua.tools.storage.store import list_remote
+    files = []
+    for f in list_remote(pattern):
+        hidden = any(part[:1] == "." for part in f.url.split("/"))
+        if not hidden and (f.url == pattern or not is_description(f.url)):
+            files.append(FilePart(f.url, str(f.local), f.size, f.version, begin=0, end=f.size))
+    return files
+
+
+def make_local(files: list[FilePart]) -> list[FilePart]:
+    """Download what URLs name and this machine does not have as it was listed. Returns the files
+    with their places here. Raises UserError."""
+    urls = [file.path for file in files if is_url(file.path)]
+    if not urls:
+        return files
+    with tool_needed_by(urls[0]):
+        from lingua.tools.storage.fetch import RemoteFile, download
+    remote = {f.path: RemoteFile(f.path, f.size, f.mtime_ns) for f in files if f.path in urls}
+    download(remote.values())
+    places = {url: str(file.local) for url, file in remote.items()}
+    return [replace(file, full=places.get(file.path, file.full)) for file in files]
 
 
 def _find_source(name: str, root_dir: Path, key: str) -> Path:

@@ -19,7 +19,7 @@ from lingua.base.format import counted
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs, SourceFiles
 from lingua.data.cache import TOKEN_RECORD, current_manifest, shard_folder, shard_spec
-from lingua.data.files import TOKEN_FILES, FilePart, find_files
+from lingua.data.files import TOKEN_FILES, FilePart, find_files, make_local
 from lingua.data.rows import CONTENT, HeldOut, OpenData, document_marks
 from lingua.data.shards import MIN_HELD_OUT_OF, SHARDS_MANIFEST, SPLITS, Budget, Manifest, Source
 from lingua.tokenizer.interface import Tokenizer
@@ -144,6 +144,7 @@ def prepare_source(
                 break
             with tool_needed_by(f"{spec.key}: {why}: tokenizing it"):
                 from lingua.tools.prepare.build import build_source
+            make_local(files)
             build_source(spec, files, tokenizer, why, report, **building)
             files = None  # the text may have changed meanwhile
     except OSError as error:

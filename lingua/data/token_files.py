@@ -16,7 +16,7 @@ from lingua.base.files import load_json, read_bytes, write_atomically
 from lingua.base.format import counted, human_bytes
 from lingua.data.args import DataArgs
 from lingua.data.cache import TOKEN_RECORD, describe_tokenizer, shard_folder
-from lingua.data.files import IO_THREADS, FilePart, hash_part
+from lingua.data.files import IO_THREADS, FilePart, hash_part, make_local
 from lingua.data.shards import (
     SHARDS_MANIFEST,
     SPLITS,
@@ -97,6 +97,7 @@ def open_recorded(name: str, args: DataArgs, tokenizer: Tokenizer) -> TokenSourc
         files = [FilePart(**f, begin=0, end=f["size"]) for f in content["files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{record}: the files that it records cannot be read: {error}") from None
+    files = make_local(files)  # another machine may have prepared them
     source = open_files(name, args, tokenizer, files)
     if source.fingerprint != content.get("fingerprint", source.fingerprint):
         changed = "the index of its files has changed since the run was prepared; start again"

@@ -14,7 +14,7 @@ from typing import Any
 
 from lingua.base.dump_dir import TRAIN_LOG
 from lingua.base.errors import UserError
-from lingua.base.format import printable, short_count, short_time
+from lingua.base.format import printable, short_count, short_time, without_secrets
 
 MAX_NUMBERS = 3  # of an app, in a line of the console
 
@@ -25,7 +25,7 @@ class _Format(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         if record.levelno >= logging.WARNING:
             record.message = f"{record.levelname.lower()}: {record.message}"
-        record.message = printable(record.message)
+        record.message = printable(without_secrets(record.message))
         return super().formatMessage(record)
 
 

@@ -1,7 +1,6 @@
 """What the commands for checkpoints do: show, diff, mark, unmark."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +12,7 @@ from lingua.base.files import read_json
 from lingua.base.format import human_bytes, printable
 from lingua.checkpoint.changes import changes_table, check_changes, check_config, check_data
 from lingua.checkpoint.folder import Checkpoint, read_state
-from lingua.checkpoint.origin import locate
+from lingua.checkpoint.origin import local_copy, locate
 from lingua.checkpoint.retention import BEST, mark_file, marks
 from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.saved import read_saved
@@ -26,7 +25,8 @@ from lingua.tokenizer.build import build_tokenizer
 
 
 def _newest(folder: str) -> Checkpoint:
-    for checkpoint in locate(Path(folder), lambda line: print(printable(line), file=sys.stderr)):
+    path = local_copy(folder)
+    for checkpoint in locate(path, lambda line: print(printable(line), file=sys.stderr)):
         return checkpoint
     raise UserError(f"{folder} is no checkpoint of a run here; python -m lingua convert makes one")
 
