@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lingua.base.files import wrong_url
 from lingua.config.schema import Free, Operational, bounds
 
 
@@ -35,6 +36,9 @@ class CheckpointArgs:
     # measure the held-out loss at every save, and keep the checkpoint where it is the lowest
     keep_best: Operational[bool] = False
     path: Operational[str | None] = None  # folder of the checkpoints; null: <dump_dir>/checkpoints
+    # URL of a store, such as s3://bucket/runs: checkpoints are uploaded into a folder of the run
+    # there, and a start of the run without one here takes the newest; null: none
+    mirror: Operational[str | None] = None
     async_save: Operational[bool] = False  # write from a copy in memory, while training goes on
     # a save that fails: `continue` training and try again at the next one, or `stop`; a run whose
     # last save fails ends with an error either way
@@ -55,6 +59,8 @@ class CheckpointArgs:
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 0, "keep_every")
+        if self.mirror is not None and (need := wrong_url(self.mirror)):
+            yield "mirror", need
         if self.continue_training_from_init and self.init_from is None:
             yield "init_from", "must be given when continue_training_from_init is true"
         if self.init_new and (self.init_from is None or self.continue_training_from_init):

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,11 +21,15 @@ logger = logging.getLogger(__name__)
 
 
 def prune(
-    root: Path, args: CheckpointArgs, start: int = 0, check: Callable[[], None] = lambda: None
+    root: Path,
+    args: CheckpointArgs,
+    start: int = 0,
+    check: Callable[[], None] = lambda: None,
+    held: Collection[Path] = (),
 ) -> list[Path]:
     """Remove what retention does not keep, and mark the best of the rest; on one rank, after a save
     was published by the start of this number. Returns the checkpoints removed. `check` is called
-    before anything is removed, and raises where a later start has the run.
+    before anything is removed, and raises where a later start has the run. What is `held` stays.
 
     Kept are the newest `dump.keep` checkpoints, whatever they were saved for, the newest
     `eval.keep` of those that fall on `eval.every`, all that fall on `keep_every`, the best with
@@ -36,9 +40,9 @@ def prune(
     gone = []
     try:
         checkpoints = find(root)
-        keep = _to_keep(checkpoints, args)
+        keep = to_keep(checkpoints, args)
         for c in checkpoints:
-            if c in keep or set(marks(c.path)) - {BEST}:
+            if c in keep or c.path in held:
                 continue
             if others := {path.name for path in c.path.glob("*")} - {MANIFEST, *c.files}:
                 logger.warning(f"{c.path} is kept: it has other files ({', '.join(others)})")
@@ -83,10 +87,11 @@ def _remove(folder: Path) -> None:
         folder.rmdir()
 
 
-def _to_keep(checkpoints: list[Checkpoint], args: CheckpointArgs) -> list[Checkpoint]:
-    """Returns the checkpoints that the options keep; `checkpoints` is newest first."""
+def to_keep(checkpoints: list[Checkpoint], args: CheckpointArgs) -> list[Checkpoint]:
+    """Returns the checkpoints that options and marks keep; `checkpoints` is newest first."""
     evals = [c for c in checkpoints if args.eval.every > 0 and c.step % args.eval.every == 0]
     keep = checkpoints[: args.dump.keep] if args.dump.keep > 0 else list(checkpoints)
+    keep += [c for c in checkpoints if set(marks(c.path)) - {BEST}]
     keep += evals[: args.eval.keep] if args.eval.keep > 0 else evals
     if args.keep_every > 0:
         keep += [c for c in checkpoints if c.step % args.keep_every == 0]

@@ -141,20 +141,26 @@ def damage(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> st
     """Describe the files that differ from the manifest; an empty string where none does. Called by
     every rank: each file is read by one, and the results are shared."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    bad = wrong_files(checkpoint, sorted(checkpoint.files)[rank::world])
+    lines = sorted(line for part in gather_on_every_rank(bad, group) for line in part)
+    return f"{checkpoint.path} is damaged ({'; '.join(lines)})" if lines else ""
+
+
+def wrong_files(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
+    """A line for each of these files that differs from the manifest."""
     bad = []
-    for name, entry in sorted(checkpoint.files.items())[rank::world]:
+    for name in names:
         try:
             if (text := checkpoint.texts.get(name)) is not None:
                 checksum = xxhash.xxh3_64_hexdigest(text)
             else:
                 with (checkpoint.path / name).open("rb", buffering=0) as f:
                     checksum = hashlib.file_digest(f, xxhash.xxh3_64).hexdigest()
-            if checksum != entry["xxh3_64"]:
+            if checksum != checkpoint.files[name]["xxh3_64"]:
                 bad.append(f"{name}: wrong checksum")
         except OSError as error:
             bad.append(f"{name}: {error.strerror}")
-    lines = sorted(line for part in gather_on_every_rank(bad, group) for line in part)
-    return f"{checkpoint.path} is damaged ({'; '.join(lines)})" if lines else ""
+    return bad
 
 
 def verify(checkpoint: Checkpoint) -> None:

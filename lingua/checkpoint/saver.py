@@ -6,7 +6,7 @@ from concurrent.futures import Executor, Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from lingua.checkpoint.starts import Job, Start, begin, job_of_launch, last_star
 from lingua.parallel.mesh import on_rank_0, world_sum_
 from lingua.parallel.tensors import device_threads
 
+if TYPE_CHECKING:
+    from lingua.tools.storage.mirror import Mirror
+
 logger = logging.getLogger(__name__)
 
 
@@ -37,6 +40,7 @@ class Saver:
         self.root, self.args = root, args
         self.start = Start()  # this start of the run, on rank 0
         self.number = 0  # of this start, on every rank
+        self.mirror: Mirror | None = None  # with checkpoint.mirror, on rank 0
         self._saved_step: int | None = None  # the last one
         self._failure: NotSaved | None = None  # error of the last save
         self._locks: list[Lock] = []  # held by rank 0
@@ -145,8 +149,10 @@ class Saver:
                 logger.error(f"{failure}; training goes on, and the next save tries again")
             return
         self._saved_step = step
-        on_rank_0(self._prune)
+        on_rank_0(self.prune)
         logger.info(f"saved {path}")
 
-    def _prune(self) -> None:
-        prune(self.root, self.args, self.number, self.check_locks)
+    def prune(self) -> None:
+        """Remove checkpoints that are not kept, once they are in the mirror. On rank 0."""
+        held = self.mirror.take() if self.mirror is not None else ()
+        prune(self.root, self.args, self.number, self.check_locks, held)
