@@ -4,7 +4,6 @@ import errno
 import io
 import json
 import os
-import re
 import secrets
 import stat
 from contextlib import suppress
@@ -95,21 +94,6 @@ def temporary(path: Path) -> Path:
     """A name beside `path`, which nobody can foresee, for what is still being written or is being
     removed."""
     return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
-
-
-def is_url(path: object) -> bool:
-    """Whether it names what a store has, such as s3://bucket/name, and no file here."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(path)) is not None
-
-
-def wrong_url(url: str) -> str:
-    """What is wrong with a URL of a configuration, which is saved; empty where nothing is."""
-    if not is_url(url):
-        return "must be a URL such as s3://bucket/name"
-    if ".." in url.split("/"):
-        return "must be a URL without .."
-    has = re.match(r"\w+://[^/]*@|https?://[^?]*\?", url)
-    return "must have no user and no query: credentials are those of the environment" * bool(has)
 
 
 def file_size(path: Path) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lingua.base.files import wrong_url
+from lingua.base.urls import wrong_url
 from lingua.config.schema import Free, Operational, bounds
 
 

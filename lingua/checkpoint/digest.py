@@ -46,7 +46,7 @@ def hash_part(part: Part) -> Tensor:
     for factors in columns:
         inner = (inner[:, None] * factors).flatten()
     total = torch.zeros((), dtype=torch.int64, device=device)
-    n = max(1, CHUNKS[device.type] // len(inner))
+    n = max(1, CHUNKS.get(device.type, 1 << 22) // len(inner))
     for values, factors in zip(t.reshape(len(rows), -1).split(n), rows.split(n), strict=True):
         bits = values.contiguous().view(BITS[t.element_size()])
         total += ((bits * inner).sum(1) * factors).sum()

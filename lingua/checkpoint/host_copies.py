@@ -19,7 +19,7 @@ def copy_to_host(tensors: dict[str, Tensor], copies: dict[str, Tensor]) -> dict[
         copies |= dict(zip(parts, host_memory(list(parts.values())), strict=True))
     copied = dict(tensors)  # those on the meta device are another rank's
     for name, part in parts.items():
-        t, copy = tensors[name], copies[name].copy_(part, non_blocking=True)
+        t, copy = tensors[name], copies[name].copy_(part, non_blocking=part.is_cuda)
         copied[name] = on_host(copy, t) if isinstance(t, DTensor) else copy
     if any(t.is_cuda for t in parts.values()):
         torch.cuda.synchronize()

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from lingua.app import App
 from lingua.base.dump_dir import CHECKPOINTS, CONFIG, MANIFEST, METADATA, STEP_FOLDER
 from lingua.base.errors import UserError, tool_needed_by
-from lingua.base.files import is_url, read_bytes
+from lingua.base.files import read_bytes
 from lingua.base.format import counted
+from lingua.base.urls import is_url, local_copy
 from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.changes import Change, Classes, changes, changes_table, check_changes
 from lingua.checkpoint.digest import digest_text, hash_part
@@ -244,15 +245,6 @@ def config_of_init_checkpoint(app: App, args: Any, given: set[str]) -> Values:
 
 
 # ---- opening
-
-
-def local_copy(path: str | Path, alone: bool = False) -> Path:
-    """The path, or that of the copy here of what a URL names. Called as `open_source`."""
-    if not is_url(path):
-        return Path(path)
-    with tool_needed_by(str(path)):
-        from lingua.tools.storage.fetch import fetched
-    return fetched(str(path), alone)
 
 
 def locate(path: Path, report: Callable[[str], None]) -> list[Checkpoint]:

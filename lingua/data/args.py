@@ -6,8 +6,8 @@ from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from lingua.base.errors import UserError
-from lingua.base.files import is_url
 from lingua.base.format import counted
+from lingua.base.urls import is_url
 from lingua.config.schema import (
     MAX_ROWS,
     MAX_TOKENS,

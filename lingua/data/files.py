@@ -18,8 +18,8 @@ from pathlib import Path
 
 import xxhash
 
-from lingua.base.errors import UserError, nearest, tool_needed_by
-from lingua.base.files import is_url
+from lingua.base.errors import UserError, nearest
+from lingua.base.urls import fetch_objects, is_url, matching_objects, place_of
 
 STDLIB = "stdlib"
 # Names may leave them out.
@@ -139,28 +139,19 @@ def _match(name: str, root_dir: Path, patterns: Iterable[str]) -> list[FilePart]
 
 
 def _match_url(pattern: str) -> list[FilePart]:
-    with tool_needed_by(pattern):
-        from lingua.tools.storage.store import list_remote
-    files = []
-    for f in list_remote(pattern):
-        hidden = any(part[:1] == "." for part in f.url.split("/"))
-        if not hidden and (f.url == pattern or not is_description(f.url)):
-            files.append(FilePart(f.url, str(f.local), f.size, f.version, begin=0, end=f.size))
-    return files
+    return [
+        FilePart(url, place_of(url), size, version, begin=0, end=size)
+        for url, size, version in matching_objects(pattern)
+        if "/." not in url and (url == pattern or not is_description(url))
+    ]
 
 
 def make_local(files: list[FilePart]) -> list[FilePart]:
     """Download what URLs name and this machine does not have as it was listed. Returns the files
     with their places here. Raises UserError."""
-    urls = [file.path for file in files if is_url(file.path)]
-    if not urls:
-        return files
-    with tool_needed_by(urls[0]):
-        from lingua.tools.storage.fetch import RemoteFile, download
-    remote = {f.path: RemoteFile(f.path, f.size, f.mtime_ns) for f in files if f.path in urls}
-    download(remote.values())
-    places = {url: str(file.local) for url, file in remote.items()}
-    return [replace(file, full=places.get(file.path, file.full)) for file in files]
+    if remote := [file for file in files if is_url(file.path)]:
+        fetch_objects((file.path, file.size, file.mtime_ns) for file in remote)
+    return [replace(f, full=place_of(f.path)) if f in remote else f for f in files]
 
 
 def _find_source(name: str, root_dir: Path, key: str) -> Path:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lingua.base.errors import UserError, tool_needed_by
-from lingua.base.files import is_url
+from lingua.base.errors import UserError
+from lingua.base.urls import local_copy
 from lingua.config.schema import Guarded
 
 if TYPE_CHECKING:  # --help, which lists the keys of TokenizerArgs, needs no numpy
@@ -46,11 +46,7 @@ class TokenizerArgs:
     @property
     def file(self) -> Path:
         """The tokenizer's file, also where `path` is the folder that has it."""
-        path = Path(self.path or "")
-        if is_url(self.path):
-            with tool_needed_by(f"data.tokenizer.path = {self.path}"):
-                from lingua.tools.storage.fetch import fetched
-            path = fetched(str(self.path), alone=True)
+        path = local_copy(self.path or "", alone=True)
         return path / "tokenizer.json" if self.name == "hf" and os.path.isdir(path) else path
 
     def wrong_value(self, need: str, key: str = "path") -> UserError:

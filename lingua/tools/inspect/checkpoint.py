@@ -10,9 +10,10 @@ from lingua.base.dump_dir import STATE
 from lingua.base.errors import UserError
 from lingua.base.files import read_json
 from lingua.base.format import human_bytes, printable
+from lingua.base.urls import local_copy
 from lingua.checkpoint.changes import changes_table, check_changes, check_config, check_data
 from lingua.checkpoint.folder import Checkpoint, read_state
-from lingua.checkpoint.origin import local_copy, locate
+from lingua.checkpoint.origin import locate
 from lingua.checkpoint.retention import BEST, mark_file, marks
 from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.saved import read_saved

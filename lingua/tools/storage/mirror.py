@@ -16,10 +16,10 @@ import os
 import socket
 import threading
 import time
-from dataclasses import replace
-from datetime import UTC, datetime
+from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from lingua.base.dump_dir import MANIFEST, RUN_ID, STATE, step_folder
 from lingua.base.errors import UserError
@@ -30,17 +30,21 @@ from lingua.checkpoint.retention import to_keep
 from lingua.checkpoint.saved import wrong_files
 from lingua.checkpoint.saver import Saver
 from lingua.parallel.signals import StopRequest
-from lingua.tools.storage.fetch import STEP, download, read_remote, whole_checkpoints
-from lingua.tools.storage.store import (
+from lingua.tools.storage.fetch import (
     PAUSES_S,
+    STEP,
     RemoteFile,
+    by_folder,
+    download,
     list_remote,
     listing,
     open_store,
-    reason,
+    read_remote,
     retrying,
+    whole_checkpoints,
 )
 
+MAX_PAUSE_S = 300.0  # between attempts
 GIVE_UP_S = 600.0  # at the end of a run, of attempts that fail
 KEY = "checkpoint.mirror"
 logger = logging.getLogger(__name__)
@@ -58,11 +62,11 @@ class Mirror:
         self.name_url = f"{self.url}/names/{name}"
         self.folder = ""  # URL of the run's folder, once its id is known
         self.number = 0  # of this start there
-        self.there: dict[str, Checkpoint] = {}  # uploaded, by URL; their paths are those here
-        self._newest: str | None = None  # the newest checkpoint there when this start looked
-        self._waiting: list[Checkpoint] = []  # the first is under way, then the newest is
-        self._error = ""  # why the newest attempt failed
-        self._failing_since: float | None = None  # time.monotonic; None: the newest attempt works
+        # What is uploaded, by URL. The paths are those here; serials are ordered by start first.
+        self.there: dict[str, Checkpoint] = {}
+        self._newest: str | None = None  # the newest there when this start looked
+        self._waiting: list[Checkpoint] = []  # the first is under way
+        self._failing_since: float | None = None  # time.monotonic
         self._closing = self._left = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._upload_all, name="mirror", daemon=True)
@@ -72,21 +76,18 @@ class Mirror:
     def restore(self, dump_dir: Path) -> None:
         """Where the run has no checkpoint here, bring the newest one that is whole and verifies.
         Raises UserError."""
-        own = dump_dir / RUN_ID
-        run_id, named = own.read_text() if own.exists() else "", self._id_of_name()
-        if run_id and named not in ("", run_id):
-            raise self._other_run(named)
-        run_id = run_id or named
+        own, here = dump_dir / RUN_ID, find(self.saver.root)
+        run_id = own.read_text() if own.exists() else self._id_of_name()
         if not run_id:
             return
-        self.folder, here = f"{self.url}/{run_id}", find(self.saver.root)
+        self.folder = f"{self.url}/{run_id}"
         for folder, files in whole_checkpoints(list_remote(self.folder)):
             self._newest = self._newest or folder
             if here:
-                step = int(folder.rpartition("/")[2].partition("-")[0])
-                if step > max(c.step for c in here):
-                    newer = f"{folder} is newer than every checkpoint here"
-                    logger.warning(f"{newer}, from which this start goes on all the same")
+                if int(folder.rpartition("/")[2][:10]) > max(c.step for c in here):
+                    logger.warning(
+                        f"{folder} is newer than what is here, from which the run goes on"
+                    )
                 return
             logger.info(f"{self.saver.root} has no checkpoint: taking {folder}")
             if self._take_from(folder, files):
@@ -97,33 +98,40 @@ class Mirror:
 
     def _take_from(self, url: str, files: list[RemoteFile]) -> bool:
         """Make files of the store a checkpoint here. Returns whether they verify."""
-        folder = self.saver.root / f".{url.rpartition('/')[2]}"
+        folder = (
+            self.saver.root / f".{url.rpartition('/')[2]}"
+        )  # a download that was killed goes on
         download(files, folder)
         checkpoint, why = read_checkpoint(folder)
-        if checkpoint is not None and not (
-            why := "; ".join(wrong_files(checkpoint, checkpoint.files))
-        ):
-            for path in folder.iterdir():
-                os.utime(path)
-            folder.rename(self.saver.root / step_folder(checkpoint.step))
-            sync_folder(self.saver.root)
-            return True
-        logger.warning(f"{url} is damaged ({why}): skipped")
-        return False
+        wrong = [why] if checkpoint is None else wrong_files(checkpoint, checkpoint.files)
+        if checkpoint is None or wrong:
+            logger.warning(f"{url} is damaged ({'; '.join(wrong)}): skipped")
+            return False
+        for path in folder.iterdir():
+            os.utime(path)
+        folder.rename(self.saver.root / step_folder(checkpoint.step))
+        sync_folder(self.saver.root)
+        return True
 
     def begin(self, dump_dir: Path) -> None:
         """Take the run's folder in the store, and begin to upload what it lacks. Raises UserError
         where another run has the name, or published since `restore`."""
         run_id = (dump_dir / RUN_ID).read_text()
         self.folder = f"{self.url}/{run_id}"
-        if not self._create(self.name_url, run_id) and (named := self._id_of_name()) != run_id:
-            raise self._other_run(named)
-        self._claim()
-        newest = None
-        for folder, files in whole_checkpoints(list_remote(self.folder)):
-            newest = newest or folder
-            self._add(folder, json.loads(read_remote(f"{folder}/{MANIFEST}")), files)
-        if newest != self._newest:
+        if not self._create(self.name_url, run_id) and (other := self._id_of_name()) != run_id:
+            what = f"{KEY} = {self.url}: another run of this name is there, {other}"
+            raise UserError(f"{what}; choose another name, or another mirror")
+        self.number, host = 1 + self._last_start(), socket.gethostname()
+        while not self._create(f"{self.folder}/starts/{self.number:06d}", host):
+            self.number += 1
+        if self._create(f"{self.folder}/starts/{self.number:06d}", host):
+            logger.warning(
+                f"{KEY} = {self.url}: this store has no conditional writes: of two starts of the "
+                "run at the same moment, on machines that share no disk, both may upload"
+            )
+        for folder, _ in whole_checkpoints(list_remote(self.folder)):
+            self._add(folder, *(read_remote(f"{folder}/{name}") for name in (MANIFEST, STATE)))
+        if (newest := next(iter(self.there), None)) != self._newest:
             raise UserError(f"{newest} was published while this start began; start it again")
         logger.info(f"checkpoints are uploaded to {self.folder}")
         self.saver.mirror = self
@@ -133,31 +141,9 @@ class Mirror:
     def _id_of_name(self) -> str:
         return read_remote(self.name_url).decode() if list_remote(self.name_url) else ""
 
-    def _other_run(self, named: str) -> UserError:
-        what = f"{KEY} = {self.url}: another run of this name is there, {named}"
-        return UserError(f"{what}; choose another name, or another mirror")
-
-    def _claim(self) -> None:
-        about = {
-            "host": socket.gethostname(),
-            "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        self.number = 1 + max(self._starts(), default=0)
-        while not self._create(self._start_url, json.dumps(about)):
-            self.number += 1
-        if self._create(self._start_url, json.dumps(about)):
-            logger.warning(
-                f"{KEY} = {self.url}: this store has no conditional writes: of two starts of the "
-                "run at the same moment, on machines that share no disk, both may upload"
-            )
-
-    @property
-    def _start_url(self) -> str:
-        return f"{self.folder}/starts/{self.number:06d}"
-
-    def _starts(self) -> list[int]:
-        files = listing(*open_store(f"{self.folder}/starts"))
-        return [int(name) for file in files if (name := file.url.rpartition("/")[2]).isdecimal()]
+    def _last_start(self) -> int:
+        names = by_folder(listing(f"{self.folder}/starts")).get(f"{self.folder}/starts", {})
+        return max(map(int, filter(str.isdecimal, names)), default=0)
 
     def _create(self, url: str, text: str) -> bool:
         """Write an object. Returns whether there was none; a store without conditional writes
@@ -165,11 +151,10 @@ class Mirror:
         fs, path = open_store(url)
 
         def write() -> None:
-            _make_parent(fs, path)
             try:
                 fs.pipe_file(path, text.encode(), mode="create")
-            except Exception as error:
-                if not (isinstance(error, TypeError) or getattr(error, "errno", 0) == errno.ENOSYS):
+            except (OSError, TypeError) as error:
+                if isinstance(error, OSError) and error.errno != errno.ENOSYS:
                     raise
                 fs.pipe_file(path, text.encode())
 
@@ -179,16 +164,19 @@ class Mirror:
             return False
         return True
 
-    def _add(self, folder: str, manifest: dict[str, Any], files: list[RemoteFile]) -> None:
-        step, serial = manifest["step"], manifest["serial"]
-        path = self.saver.root / step_folder(step)
-        texts = {STATE: read_remote(f"{folder}/{STATE}")}
-        self.there[folder] = Checkpoint(path, step, serial, manifest["files"], texts=texts)
+    def _add(self, folder: str, manifest: bytes, state: bytes) -> None:
+        content, name = json.loads(manifest), folder.rpartition("/")[2]
+        path, start = self.saver.root / name[:10], int(name[11:] or 0)
+        serial = (start << 32) + content["serial"]
+        texts = {STATE: state}
+        self.there[folder] = Checkpoint(
+            path, content["step"], serial, content["files"], texts=texts
+        )
 
     # ---- while it trains
 
     def take(self) -> list[Path]:
-        """Have the checkpoints uploaded that are here, not there, and kept. Returns those that must
+        """Have the checkpoints uploaded that are kept here and not there. Returns those that must
         stay for it. By one thread at a time, on rank 0."""
         with self._changed:
             under_way = self._waiting[:1]
@@ -203,30 +191,27 @@ class Mirror:
         return [c for c in here if c in keep and c.files not in there]
 
     def _upload_all(self) -> None:
-        failures = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing)
+                self._changed.wait_for(lambda: self._waiting or self._closing or self._left)
                 if self._left or not self._waiting:
                     return
                 checkpoint = self._waiting[0]
+            what = f"{KEY}: {checkpoint.path} is not uploaded"
+            upload = partial(self._upload, checkpoint)
+            pauses_s = chain(PAUSES_S[:-1], repeat(MAX_PAUSE_S))
             try:
-                self._upload(checkpoint)
-                failures = 0
-            except SupersededError as error:
-                self._error = str(error)
-                logger.error(f"{KEY}: {error}; nothing more is uploaded")
+                retrying(upload, what, self._pause, pauses_s, lasting=SupersededError.__name__)
+            except UserError as error:
+                logger.error(f"{error}; nothing more is uploaded")
                 self._leave()
-            except Exception as error:  # of any library
-                self._error = reason(error)
-                self._failing_since = self._failing_since or time.monotonic()
-                pause_s = PAUSES_S[min(failures, len(PAUSES_S) - 1)]
-                if failures < len(PAUSES_S):  # then every minute, without a line
-                    what = f"{KEY}: {checkpoint.path} is not uploaded: {self._error}"
-                    logger.warning(f"{what}; trying again in {pause_s} s")
-                failures += 1
-                with self._changed:
-                    self._changed.wait_for(lambda: self._left, pause_s)
+
+    def _pause(self, seconds: float) -> None:
+        """After an attempt that has failed."""
+        self._failing_since = self._failing_since or time.monotonic()
+        with self._changed:
+            closing = self._closing  # the end of the run ends the wait
+            self._changed.wait_for(lambda: self._left or self._closing is not closing, seconds)
 
     def _leave(self) -> None:
         with self._changed:
@@ -234,45 +219,37 @@ class Mirror:
             self._changed.notify_all()
 
     def _upload(self, checkpoint: Checkpoint) -> None:
+        if self._left:
+            return
         folder = f"{self.folder}/{checkpoint.path.name}-{self.number}"
         fs, path = open_store(folder)
-        there = {file.url: file.size for file in listing(fs, path)}
+        there = {file.local.name: file.size for file in listing(folder)}
         for name, entry in checkpoint.files.items():
-            if there.get(f"{folder}/{name}") != entry["size"]:
-                _make_parent(fs, f"{path}/{name}")
+            if there.get(name) != entry["size"]:
                 fs.put_file(str(checkpoint.path / name), f"{path}/{name}")
             self._failing_since = None
-        self._check_number()
-        fs.pipe_file(f"{path}/{MANIFEST}", read_bytes(checkpoint.path / MANIFEST))
-        texts = {STATE: read_bytes(checkpoint.path / STATE)}
-        with self._changed:
-            self.there[folder] = replace(checkpoint, texts=texts)
-            self._waiting.remove(checkpoint)
-            self._changed.notify_all()
-        logger.info(f"uploaded {folder}")
-        self._remove_old(fs)
-
-    def _check_number(self) -> None:
-        if (last := max(self._starts(), default=0)) > self.number:
+        if (last := self._last_start()) > self.number:
             raise SupersededError(f"start {last} of the run has {self.folder} now")
+        manifest, state = (read_bytes(checkpoint.path / name) for name in (MANIFEST, STATE))
+        fs.pipe_file(f"{path}/{MANIFEST}", manifest)
+        with self._changed:
+            self._add(folder, manifest, state)
+            self._waiting.remove(checkpoint)
+        logger.info(f"uploaded {folder}")
+        self._remove_old()
 
-    def _remove_old(self, fs: Any) -> None:
+    def _remove_old(self) -> None:
         """Remove what retention does not keep there, manifests first, and what earlier starts have
         not completed."""
-        newest_first = sorted(self.there.items(), key=lambda c: _order(c[0]), reverse=True)
-        keep = to_keep([c for _, c in newest_first], self.saver.args)
-        gone = [folder for folder, c in self.there.items() if c not in keep]
-        files = listing(*open_store(self.folder))
-        by_folder: dict[str, list[str]] = {}
-        for file in files:
-            by_folder.setdefault(file.url.rpartition("/")[0], []).append(file.url)
-        for folder, urls in by_folder.items():
-            of_start, _ = _order(folder)
-            is_left = 0 < of_start < self.number and f"{folder}/{MANIFEST}" not in urls
-            if folder in gone or is_left:
-                self._check_number()
-                for url in sorted(urls, key=lambda url: not url.endswith(MANIFEST)):
-                    fs.rm_file(fs._strip_protocol(url))
+        newest_first = sorted(self.there.values(), key=lambda c: -c.serial)
+        keep = to_keep(newest_first, self.saver.args)
+        for folder, files in by_folder(listing(self.folder)).items():
+            name = STEP.fullmatch(folder.rpartition("/")[2])
+            begun = name is not None and MANIFEST not in files and int(name[1]) < self.number
+            if begun or (folder in self.there and self.there[folder] not in keep):
+                fs, path = open_store(folder)
+                for file in sorted(files, key=lambda file: file != MANIFEST):
+                    fs.rm_file(f"{path}/{file}")
                 self.there.pop(folder, None)
 
     # ---- the end of a run
@@ -281,43 +258,26 @@ class Mirror:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.saver.mirror is not self:  # on other ranks, and where the start failed
+        if self.saver.mirror is not self:  # on other ranks
             return
-        if kind is not None and not issubclass(kind, Exception):
-            return self._leave()
-        self.take()
         signals, began = set(self.stop.received), time.monotonic()
+        if waiting := self.take():
+            logger.info(f"waiting for the upload of {counted(len(waiting), 'checkpoint')}")
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            if self._waiting:
-                logger.info(
-                    f"waiting for the upload of {counted(len(self._waiting), 'checkpoint')}"
-                )
-        while self._thread.is_alive():
+        wanted = kind is None or issubclass(kind, Exception)  # and no insisting interrupt
+        while wanted and self._thread.is_alive():
             self._thread.join(0.1)
             failing_s = time.monotonic() - max(began, self._failing_since or math.inf)
-            if failing_s > GIVE_UP_S or self.stop.received - signals:
-                break
+            wanted = failing_s < GIVE_UP_S and not self.stop.received - signals
         self._leave()
-        missing = [c.path.name for c in self._missing()]
-        self.saver.mirror = None
+        missing, self.saver.mirror = [c.path.name for c in self._missing()], None
         self.saver.prune()
         if not missing:
             logger.info(f"{self.folder} has {counted(len(self.there), 'checkpoint')}")
-            return None
-        text = f"{self.folder} lacks {', '.join(missing)} ({self._error or 'not yet uploaded'})"
+            return
+        text = f"{self.folder} lacks {', '.join(missing)}"
         if kind is None and not signals:
             raise UserError(f"{KEY}: {text}; the same command uploads what is missing", True, 1)
         logger.warning(f"{KEY}: {text}; the next start uploads it")
-
-
-def _make_parent(fs: Any, path: str) -> None:
-    if "file" in fs.protocol:  # stores have no folders
-        fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-
-
-def _order(folder: str) -> tuple[int, int]:
-    """(number of the start, step) of a checkpoint's folder; zeros for another folder."""
-    match = STEP.fullmatch(folder.rpartition("/")[2])
-    return (int(match[1] or 0), int(match[0][:10])) if match else (0, 0)

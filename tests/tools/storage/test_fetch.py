@@ -17,8 +17,7 @@ from lingua.data.token_files import open_recorded
 from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.storage import fetch
-from lingua.tools.storage.fetch import download, fetched
-from lingua.tools.storage.store import list_remote
+from lingua.tools.storage.fetch import download, fetched, list_remote
 from tests.mistakes import refused
 from tests.programs import wait_for
 from tests.tokenizer.test_tokenizer import write_byte_level

@@ -143,7 +143,7 @@ def test_an_absent_store_stops_no_training_and_the_next_start_uploads(
 ):
     folder = tmp_path / "run"
     monkeypatch.setattr(mirror_module, "GIVE_UP_S", 0.5)
-    monkeypatch.setattr(mirror_module, "PAUSES_S", (0.01, 0.1))
+    monkeypatch.setattr(mirror_module, "MAX_PAUSE_S", 0.1)
 
     def end_network(step: int) -> None:
         if step == 3:
@@ -172,9 +172,10 @@ def test_conditional_writes_keep_an_older_start_from_publishing(store, text, tmp
             wait_for(lambda: uploaded(store, folder) == ["0000000002-1"])
             store.put(f"runs/{run_id(folder)}/starts/000002", b"{}")
 
-    error = refused(lambda: follow(config(text, folder), other_start), "0000000006", "start 2")
+    error = refused(lambda: follow(config(text, folder), other_start), "0000000006")
     assert "lacks" in error and uploaded(store, folder) == ["0000000002-1"]
-    assert "nothing more is uploaded" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "start 2 of the run has s3://bucket" in shown and "nothing more is uploaded" in shown
     assert steps_of(folder) == [4, 6]
     train(text, folder)  # is start 3, which has it
     assert uploaded(store, folder) == ["0000000004-3", "0000000006-3"]
