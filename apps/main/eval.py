@@ -24,9 +24,8 @@ from lingua.checkpoint.retention import mark_file
 from lingua.checkpoint.source import TensorSource
 from lingua.config.load import flatten, load
 from lingua.config.schema import Free
-from lingua.monitor.args import WAITING, HarnessArgs, WandbArgs
+from lingua.monitor.args import WAITING, HarnessArgs, LoggingArgs, WandbArgs
 from lingua.monitor.metrics import append_line
-from lingua.monitor.wandb import WandbLog
 from lingua.parallel.args import mesh_sizes
 from lingua.parallel.mesh import on_rank_0
 from lingua.parallel.plan import check_layout
@@ -34,6 +33,7 @@ from lingua.parallel.program import run_program
 from lingua.parallel.signals import take_signals
 from lingua.tools.exchange.trained import OpenArgs, open_model, open_trained
 from lingua.tools.inference.harness import Evaluator, find_tasks, load_tasks
+from lingua.tools.trackers.writer import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     source = opened.trained.source
     step = source.step or 0
     folder, metrics = results_paths(args.dump_dir, source)
-    wandb: list[WandbLog] = []  # on rank 0, where it is asked for
+    trackers: list[Trackers] = []  # on rank 0
 
     def prepare() -> None:
         try:
@@ -65,16 +65,15 @@ def main(argv: list[str] | None = None) -> None:
             TemporaryFile(dir=folder).close()
         except OSError as error:
             raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
-        if args.wandb is not None:
-            wandb.append(WandbLog(args.wandb, args.name, flatten(args), folder))
+        to = LoggingArgs(wandb=args.wandb)
+        to.check_packages()
+        trackers.append(Trackers(to, args.name, flatten(args), folder))
 
     def report(lines: list[dict[str, Any]]) -> None:
         for line in lines:
             append_line(metrics, line)
-        for log in wandb:
-            for line in lines:
-                log.log(EVALUATION, line)
-            log.finish()
+            trackers[0].log(EVALUATION, line)
+        trackers[0].finish()
 
     tasks = load_tasks(args, opened.context)
     on_rank_0(prepare)  # finds mistakes before the model is loaded

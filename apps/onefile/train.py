@@ -778,7 +778,8 @@ validation: {every: 0, bytes: 200000, tokens: null, skip: 0}, logging: {freq: 10
 profiling: {mem_warmup: 0, mem_steps: 2, profile_warmup: 10, profile_steps: 2}}
 """
 FIXED = """
-{app: apps.main, samples: {every: 0}, eval: null, logging: {wandb: null}, profiling: {run: false},
+{app: apps.main, samples: {every: 0}, eval: null, profiling: {run: false},
+logging: {to: [], wandb: null, trackio: null},
 data: {stages: [], n_views: 2, chat: null, document_mask: none, on_no_targets: stop},
 model: {rope_scaling: null, sliding_window: null, qkv_bias: false, qk_norm: null,
   norm_placement: null, dropout: 0.0},

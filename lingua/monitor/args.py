@@ -3,8 +3,10 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from importlib.util import find_spec
+from typing import Any, Literal
 
+from lingua.base.errors import import_optional
 from lingua.config.schema import MAX_ROWS, MAX_TOKENS, Free, bounds
 
 WAITING = "eval"  # the mark of a checkpoint whose evaluation job has not finished
@@ -27,12 +29,37 @@ class WandbArgs:
 
 
 @dataclass
+class TrackioArgs:
+    """Arguments of trackio.init."""
+
+    project: Free[str] = "lingua"  # project of the run
+    # Space of Hugging Face that gets everything; null: TRACKIO_SPACE_ID, else this machine alone
+    space_id: Free[str | None] = None
+
+
+@dataclass
 class LoggingArgs:
     freq: Free[int] = 10  # steps per line of metrics.jsonl and of the console
+    # what gets the numbers besides the files of the dump dir; a group below names its own too
+    to: Free[list[Literal["wandb", "tensorboard", "trackio"]]] = field(default_factory=list)
     wandb: Free[WandbArgs | None] = None  # Weights & Biases, when given
+    trackio: Free[TrackioArgs | None] = None  # Trackio, when given
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 1, "freq")
+
+    @property
+    def trackers(self) -> dict[str, Any]:
+        """The settings of each tracker that gets the numbers, by the name of its package."""
+        wandb, trackio = self.wandb or WandbArgs(), self.trackio or TrackioArgs()
+        settings = {"wandb": wandb, "tensorboard": None, "trackio": trackio}
+        return {k: v for k, v in settings.items() if k in self.to or getattr(self, k, None)}
+
+    def check_packages(self) -> None:
+        """Raise UserError where the package of a tracker is not installed."""
+        for name in self.trackers:
+            if find_spec(name) is None:  # one that is, and fails, ends no run
+                import_optional(name, f"logging.to = {name}")
 
 
 @dataclass

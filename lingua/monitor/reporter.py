@@ -1,4 +1,4 @@
-"""What a run logs while it trains: metrics.jsonl, wandb and the console; and the clock for that.
+"""What a run logs while it trains: metrics.jsonl, trackers and the console; and the clock.
 
 Only rank 0 writes. `log` is called by every rank, since it sums over ranks.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.base.dump_dir import EVALUATION, LINES, METRICS, SAMPLES, VALIDATION
+from lingua.base.errors import tool_needed_by
 from lingua.checkpoint.starts import NUMBER
 from lingua.checkpoint.state import Progress
 from lingua.config.load import flatten
@@ -32,7 +33,7 @@ from lingua.parallel.mesh import cp_group, dp_gather, dp_sum_, gather, on_rank_0
 from lingua.parallel.tensors import to_device, to_host
 
 if TYPE_CHECKING:
-    from lingua.monitor.wandb import WandbLog
+    from lingua.tools.trackers.writer import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Measured(NamedTuple):
 
 
 class Reporter:
-    """Measures the time of a run and writes its lines; a context, whose end closes wandb."""
+    """Measures the time of a run and writes its lines; a context, whose end finishes trackers."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Reporter:
 
             self.device_name = torch.cuda.get_device_name()
             self.peak = peak_flops(self.device_name, args.distributed.dtype)
-        self.wandb: WandbLog | None = None
+        self.trackers: Trackers | None = None
         self.chains: dict[str, Chain] = {}  # of each file, on rank 0
         self.earlier = Earlier()  # what earlier starts have left in metrics.jsonl, on rank 0
         on_rank_0(partial(self._open, progress.step))
@@ -112,11 +113,11 @@ class Reporter:
         left = {file: cut_back(self.folder / file, step, self.may_write) for file in LINES}
         self.earlier = left[METRICS]
         self.chains = {file: earlier.chain for file, earlier in left.items()}
-        if self.args.logging.wandb is not None:
-            from lingua.monitor.wandb import WandbLog
-
-            args = self.args
-            self.wandb = WandbLog(args.logging.wandb, args.name, flatten(args), self.folder)
+        args = self.args
+        if args.logging.trackers:
+            with tool_needed_by("logging.to"):
+                from lingua.tools.trackers.writer import Trackers
+            self.trackers = Trackers(args.logging, args.name, flatten(args), self.folder, step)
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -231,12 +232,12 @@ class Reporter:
         for prompt, text in pairs:
             line = {"step": step, "source": source, "prompt": prompt, "text": text}
             self._write(SAMPLES, line)
-        if self.wandb is not None:
-            self.wandb.samples(step, source, pairs)
+        if self.trackers is not None:
+            self.trackers.samples(step, source, pairs)
 
     def event(self, event: str, step: int, **values: Any) -> None:
         """Write a line about something that happened after `step`, or that a probe has measured; it
-        has no loss. wandb gets its numbers."""
+        has no loss. Trackers get its numbers."""
         self._write(METRICS, {"event": event, "step": step, **values})
 
     def _write(self, file: str, line: dict[str, Any]) -> None:
@@ -250,8 +251,8 @@ class Reporter:
             self.chains[file] = self.chains[file].after(linked)
         except OSError as error:  # a full disk must not end the run
             logger.error(f"{file}: the line of step {line['step']} was not written: {error}")
-        if self.wandb is not None:
-            self.wandb.log(file, line)
+        if self.trackers is not None:
+            self.trackers.log(file, line)
 
     def __enter__(self) -> Self:
         return self
@@ -263,8 +264,8 @@ class Reporter:
             first_line = shorten("".join(str(error).splitlines()[:1]))
             text = f"{type(error).__name__}: {first_line}"
             self.event("stop", self.progress.step, reason="error", error=text)
-        if self.wandb is not None:
-            self.wandb.finish()
+        if self.trackers is not None:
+            self.trackers.finish()
 
 
 def _agreed(hashed: Tensor, group: dist.ProcessGroup | None) -> Tensor:

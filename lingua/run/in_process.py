@@ -125,8 +125,8 @@ class OpenRun:
         return Record(self._run.args.folder)
 
     def log(self, event: str, **values: Any) -> None:
-        """Write a line about the newest step to metrics.jsonl: values of JSON, numbers for wandb
-        among them."""
+        """Write a line about the newest step to metrics.jsonl: values of JSON, numbers for
+        trackers among them."""
         self._run.report.event(event, self.step, **values)
 
     def end(self) -> None:

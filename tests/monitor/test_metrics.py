@@ -5,23 +5,19 @@ import logging
 import math
 import re
 import subprocess
-import sys
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import wandb
 
 from lingua.base.errors import UserError
 from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
-from lingua.monitor.args import WandbArgs
 from lingua.monitor.logger import init_logger, progress_line
 from lingua.monitor.means import mean_parts, means
 from lingua.monitor.metrics import Chain, append_line, cut_back, mfu, peak_mem_gib
 from lingua.monitor.peaks import peak_flops
-from lingua.monitor.wandb import WandbLog, start_wandb
 from tests.disk import full_disk
 from tests.mistakes import refused
 from tests.programs import python
@@ -211,43 +207,6 @@ def test_a_log_that_cannot_be_written_is_reported_once(tmp_path):
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as closed:
         closed.stdout.close()
         assert "Logging error" not in closed.stderr.read()
-
-
-def test_wandb_resumes_the_run_of_the_dump_dir(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    args = WandbArgs(mode="offline", tags=["a"])
-    ids = []
-    for start in range(2):
-        run = start_wandb(args, "name", {"steps": 10 + start}, tmp_path)
-        ids.append(run.id)
-        assert (run.name, run.project, run.config["steps"]) == ("name", "lingua", 10 + start)
-        for step in (5, 6):  # the second start repeats steps
-            run.log({"step": step, "loss": 1.0, "mfu": None})
-        assert run.summary["step"] == 6
-        run.finish()
-    assert ids[0] == ids[1] == (tmp_path / "wandb_id").read_text().strip()
-    assert list((tmp_path / "wandb").glob(f"offline-run-*-{ids[0]}/run-{ids[0]}.wandb"))
-    assert ids[0] not in ("name", tmp_path.name)  # which other runs may have too
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as Python marks an absent package
-    refused(lambda: start_wandb(WandbArgs(), "name", {}, tmp_path), "wandb, which is not installed")
-
-
-def test_a_run_goes_on_where_the_client_of_wandb_dies(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    log = WandbLog(WandbArgs(mode="offline"), "name", {}, tmp_path)
-    log.log("metrics.jsonl", {"step": 1, "loss": 1.0})
-
-    def dead(*_: object, **__: object) -> None:
-        raise BrokenPipeError(32, "Broken pipe")
-
-    monkeypatch.setattr(type(log.run), "log", dead)  # as where its process was killed
-    log.log("metrics.jsonl", {"step": 2, "loss": 1.0})
-    log.samples(2, "one", [("a", "b")])
-    log.finish()
-    ours = [record for record in caplog.records if record.name.startswith("lingua")]
-    [warning] = [record.getMessage() for record in ours]
-    assert "logging.wandb: the client has failed (BrokenPipeError" in warning
-    wandb.finish()
 
 
 def test_the_mean_of_a_metric_leaves_out_padding_and_ignored_targets():

@@ -49,6 +49,8 @@ OFF: dict[str, Any] = {
     "distributed.gpu": "null",
     "distributed.spare": "false",
     "eval": "null",
+    "logging.to": "[]",
+    "logging.trackio": "null",
     "logging.wandb": "null",
     "profiling.run": "false",
     "samples.every": 0,

@@ -146,7 +146,7 @@ def job_arguments(args: RunArgs, checkpoint: Path, step: int) -> list[str]:
     assert args.eval is not None
     values = {f.name: getattr(args.eval, f.name) for f in fields(HarnessArgs)}
     values |= {"script": "apps.main.eval", "app": args.app}
-    if (wandb := args.logging.wandb) is not None:
+    if (wandb := args.logging.trackers.get("wandb")) is not None:
         # A wandb run of its own in the training run's group: two processes cannot write into one.
         job_wandb = replace(wandb, name=None, group=wandb.group or args.name, job_type="eval")
         values |= {f"wandb.{key}": value for key, value in asdict(job_wandb).items()}

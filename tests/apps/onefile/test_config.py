@@ -64,6 +64,7 @@ OTHERS: dict[str, list[Any]] = {
     "eval": ["{tasks: [one]}"],
     "logging.wandb": ["{project: x}"],
 }
+    "logging.trackio": ["{project: x}"],
 # Those without which a run is another one, or would not do what was asked: refused.
 REFUSED = """
 app data.stages data.n_views data.chat data.document_mask data.on_no_targets model.rope_scaling
@@ -73,7 +74,7 @@ distributed.dp_shard distributed.tp_size distributed.cp_size distributed.float8 
 distributed.activation_checkpointing checkpoint.eval.every checkpoint.eval.keep
 checkpoint.keep_every checkpoint.keep_best checkpoint.path checkpoint.async_save
 checkpoint.init_from checkpoint.continue_training_from_init checkpoint.allow_change
-validation.sources samples.every eval logging.wandb profiling.run
+validation.sources samples.every eval logging.to logging.wandb logging.trackio profiling.run
 """
 # Without a file, or another key that is refused.
 IMPOSSIBLE = ("data.tokenizer.name", "data.tokenizer.bos", "data.tokenizer.eos", "data.chat")
