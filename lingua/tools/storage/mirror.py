@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import socket
 import threading
 import time
@@ -76,36 +77,35 @@ class Mirror:
     def restore(self, dump_dir: Path) -> None:
         """Where the run has no checkpoint here, bring the newest one that is whole and verifies.
         Raises UserError."""
+        if list_remote(f"{self.url}/starts"):
+            raise UserError(f"{KEY} = {self.url}: is the folder of a run; give the one above it")
         own, here = dump_dir / RUN_ID, find(self.saver.root)
         run_id = own.read_text() if own.exists() else self._id_of_name()
         if not run_id:
             return
+        own.write_text(run_id)
         self.folder = f"{self.url}/{run_id}"
         for folder, files in whole_checkpoints(list_remote(self.folder)):
             self._newest = self._newest or folder
             if here:
                 if int(folder.rpartition("/")[2][:10]) > max(c.step for c in here):
-                    logger.warning(
-                        f"{folder} is newer than what is here, from which the run goes on"
-                    )
+                    logger.warning(f"{folder} is newer than what this start goes on from")
                 return
             logger.info(f"{self.saver.root} has no checkpoint: taking {folder}")
             if self._take_from(folder, files):
-                own.write_text(run_id)
                 return
         if self._newest is not None:
             raise UserError(f"{self.folder}: has checkpoints, but none that can be used")
 
     def _take_from(self, url: str, files: list[RemoteFile]) -> bool:
         """Make files of the store a checkpoint here. Returns whether they verify."""
-        folder = (
-            self.saver.root / f".{url.rpartition('/')[2]}"
-        )  # a download that was killed goes on
+        folder = self.saver.root / f".{url.rpartition('/')[2]}"  # kept by a kill
         download(files, folder)
         checkpoint, why = read_checkpoint(folder)
         wrong = [why] if checkpoint is None else wrong_files(checkpoint, checkpoint.files)
         if checkpoint is None or wrong:
             logger.warning(f"{url} is damaged ({'; '.join(wrong)}): skipped")
+            shutil.rmtree(folder)
             return False
         for path in folder.iterdir():
             os.utime(path)
@@ -121,7 +121,8 @@ class Mirror:
         if not self._create(self.name_url, run_id) and (other := self._id_of_name()) != run_id:
             what = f"{KEY} = {self.url}: another run of this name is there, {other}"
             raise UserError(f"{what}; choose another name, or another mirror")
-        self.number, host = 1 + self._last_start(), socket.gethostname()
+        last = retrying(self._last_start, f"{KEY} = {self.url}: cannot be listed")
+        self.number, host = last + 1, socket.gethostname()
         while not self._create(f"{self.folder}/starts/{self.number:06d}", host):
             self.number += 1
         if self._create(f"{self.folder}/starts/{self.number:06d}", host):
@@ -168,7 +169,7 @@ class Mirror:
         content, name = json.loads(manifest), folder.rpartition("/")[2]
         path, start = self.saver.root / name[:10], int(name[11:] or 0)
         serial = (start << 32) + content["serial"]
-        texts = {STATE: state}
+        texts = {STATE: state} if self.saver.args.keep_best else {}
         self.there[folder] = Checkpoint(
             path, content["step"], serial, content["files"], texts=texts
         )
@@ -202,6 +203,8 @@ class Mirror:
             pauses_s = chain(PAUSES_S[:-1], repeat(MAX_PAUSE_S))
             try:
                 retrying(upload, what, self._pause, pauses_s, lasting=SupersededError.__name__)
+                with self._changed:
+                    self._waiting.remove(checkpoint)
             except UserError as error:
                 logger.error(f"{error}; nothing more is uploaded")
                 self._leave()
@@ -219,7 +222,7 @@ class Mirror:
             self._changed.notify_all()
 
     def _upload(self, checkpoint: Checkpoint) -> None:
-        if self._left:
+        if self._left or not (checkpoint.path / MANIFEST).exists():  # removed by hand
             return
         folder = f"{self.folder}/{checkpoint.path.name}-{self.number}"
         fs, path = open_store(folder)
@@ -234,7 +237,6 @@ class Mirror:
         fs.pipe_file(f"{path}/{MANIFEST}", manifest)
         with self._changed:
             self._add(folder, manifest, state)
-            self._waiting.remove(checkpoint)
         logger.info(f"uploaded {folder}")
         self._remove_old()
 

@@ -112,6 +112,8 @@ def test_a_run_goes_on_from_its_mirror_on_a_machine_without_its_disk(
     assert run_id(third) != run_id(second) and uploaded(store, third) == ["0000000002-1"]
     error = refused(lambda: train(text, third, steps=8), run_id(second))
     assert "choose another name" in error
+    own = {"mirror": f"s3://bucket/runs/{run_id(second)}"}
+    refused(lambda: train(text, tmp_path / "fourth", checkpoint=own), "the folder of a run")
 
 
 def test_what_is_not_whole_or_damaged_in_the_mirror_is_skipped(store, text, tmp_path, capsys):
