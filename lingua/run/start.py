@@ -22,6 +22,7 @@ from lingua.app import App, Built, choose_app
 from lingua.base.dump_dir import CONFIG, FILES, FOLDERS, SURVIVORS
 from lingua.base.errors import UserError, check_array, tool_needed_by
 from lingua.base.format import counted
+from lingua.base.urls import is_url
 from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.folder import Checkpoint, check_run_id, published, write_run_id
 from lingua.checkpoint.run_config import load_run
@@ -103,8 +104,19 @@ def start_run(app: App, args: RunArgs, stop: StopRequest, open_parts: ExitStack)
             from lingua.tools.elastic.survivors import publish_survivors
 
         publish_survivors(saver, args)
+    mirror = None
+    if args.checkpoint.mirror is not None:
+        with tool_needed_by("checkpoint.mirror"):
+            from lingua.tools.storage.mirror import Mirror
+
+        mirror = Mirror(args.checkpoint.mirror, args.name, saver, stop)
+        bring = partial(mirror.restore, args.folder)
+        run_interruptibly(bring, stop, "a checkpoint was downloaded")
     checked = check_run(app, args, mesh.shape, device.type, saver.start.shards)
     on_rank_0(partial(write_run_id, args.checkpoint_folder, args.folder))
+    if mirror is not None:
+        on_rank_0(partial(mirror.begin, args.folder))
+        open_parts.enter_context(mirror)
     return Started(mesh, device, saver, checked, heart)
 
 
@@ -309,7 +321,8 @@ def check_run(
         from lingua.checkpoint.origin import find_base  # imported where there is one
 
         origin = origin or find_base(args.checkpoint, saved, app)
-        args.checkpoint.init_from = str(origin.source.path)  # a run may have newer checkpoints
+        if not is_url(args.checkpoint.init_from):  # a run may have newer checkpoints
+            args.checkpoint.init_from = str(origin.source.path)
     elif saved is not None and args.checkpoint.init_from is not None:
         logger.info(f"{args.checkpoint.init_from} is not read: this run has checkpoints of its own")
     if args.distributed.float8 is not None:
