@@ -787,8 +787,8 @@ optim: {name: adamw, lr_scale: {}, cycle_length: 1.0, cosine_theta: 1.0},
 distributed: {dp_replicate: 1, dp_shard: null, tp_size: 1, cp_size: 1, float8: null, compile: false,
   activation_checkpointing: none},
 checkpoint: {eval: {every: 0, keep: -1}, keep_every: 0, keep_best: false, path: null,
-  async_save: false, init_from: null, init_new: [], continue_training_from_init: false,
-  allow_change: []}, validation: {sources: []}}
+  mirror: null, async_save: false, init_from: null, init_new: [],
+  continue_training_from_init: false, allow_change: []}, validation: {sources: []}}
 """
 MAPS = ("data.sources", "data.source_files", "optim.lr_scale")  # keys whose values are mappings
 CHOICES = {

@@ -56,15 +56,17 @@ OTHERS: dict[str, list[Any]] = {
     "distributed.model_dtype": ["fp32"],
     "distributed.activation_checkpointing": ["full"],
     "checkpoint.path": ["elsewhere"],
+    "checkpoint.mirror": ["s3://bucket/runs"],
     "checkpoint.on_error": ["stop"],
     "checkpoint.verify": ["size"],
     "checkpoint.init_from": ["elsewhere"],
     "checkpoint.allow_change": ["[seed]"],
     "validation.sources": ["[two]"],
     "eval": ["{tasks: [one]}"],
+    "logging.to": ["[tensorboard]"],
     "logging.wandb": ["{project: x}"],
-}
     "logging.trackio": ["{project: x}"],
+}
 # Those without which a run is another one, or would not do what was asked: refused.
 REFUSED = """
 app data.stages data.n_views data.chat data.document_mask data.on_no_targets model.rope_scaling
@@ -72,7 +74,8 @@ model.sliding_window model.qkv_bias model.qk_norm model.norm_placement model.dro
 optim.lr_scale optim.cycle_length optim.cosine_theta distributed.dp_replicate
 distributed.dp_shard distributed.tp_size distributed.cp_size distributed.float8 distributed.compile
 distributed.activation_checkpointing checkpoint.eval.every checkpoint.eval.keep
-checkpoint.keep_every checkpoint.keep_best checkpoint.path checkpoint.async_save
+checkpoint.keep_every checkpoint.keep_best checkpoint.path checkpoint.mirror
+checkpoint.async_save
 checkpoint.init_from checkpoint.continue_training_from_init checkpoint.allow_change
 validation.sources samples.every eval logging.to logging.wandb logging.trackio profiling.run
 """
