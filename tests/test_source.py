@@ -34,7 +34,7 @@ TOOLS_OF_THE_FLOOR = {
     ("lingua.parallel.launch", "lingua.tools.elastic.seats"): "ranks that need not all be used",
     ("lingua.run.start", "lingua.tools.elastic.recheck"): "ranks that compare their gradients",
     ("lingua.run.start", "lingua.tools.elastic.survivors"): "what is saved when a rank has died",
-    ("lingua.monitor.reporter", "lingua.tools.trackers.writer"): "trackers of logging.to",
+    ("lingua.monitor.reporter", "lingua.tools.trackers"): "trackers of logging.to",
     ("lingua.base.urls", "lingua.tools.storage.fetch"): "what URLs name",
     ("lingua.run.start", "lingua.tools.storage.mirror"): "checkpoints in an object store",
 }

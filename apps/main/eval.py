@@ -33,7 +33,7 @@ from lingua.parallel.program import run_program
 from lingua.parallel.signals import take_signals
 from lingua.tools.exchange.trained import OpenArgs, open_model, open_trained
 from lingua.tools.inference.harness import Evaluator, find_tasks, load_tasks
-from lingua.tools.trackers.writer import Trackers
+from lingua.tools.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from lingua.parallel.mesh import cp_group, dp_gather, dp_sum_, gather, on_rank_0
 from lingua.parallel.tensors import to_device, to_host
 
 if TYPE_CHECKING:
-    from lingua.tools.trackers.writer import Trackers
+    from lingua.tools.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Reporter:
         args = self.args
         if args.logging.trackers:
             with tool_needed_by("logging.to"):
-                from lingua.tools.trackers.writer import Trackers
+                from lingua.tools.trackers import Trackers
             self.trackers = Trackers(args.logging, args.name, flatten(args), self.folder, step)
 
     @contextmanager

@@ -18,8 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from lingua.monitor.args import LoggingArgs, TrackioArgs
-from lingua.tools.trackers import writer
-from lingua.tools.trackers.writer import Trackers
+from lingua.tools import trackers as tracking
+from lingua.tools.trackers import Trackers
 from tests.apps.runs import SMALL, write_sources
 from tests.disk import full_disk
 from tests.mistakes import refused
@@ -300,7 +300,7 @@ def test_a_full_disk_ends_the_event_file_and_nothing_else(tmp_path, caplog):
     trackers = start(tmp_path, "tensorboard")
     [file] = (tmp_path / "tensorboard").iterdir()
     trackers.log("metrics.jsonl", {"step": 1, "loss": 0.5})
-    wait_for(lambda: trackers.threads[0].calls.empty())
+    wait_for(lambda: trackers.threads[0].lines.empty())
     with full_disk(file.stat().st_size + 10):
         for step in (2, 3, 4):
             trackers.log("metrics.jsonl", {"step": step, "loss": 1.0})
@@ -313,15 +313,15 @@ def test_a_full_disk_ends_the_event_file_and_nothing_else(tmp_path, caplog):
 
 @pytest.mark.parametrize("stage", ["init", "log", "finish"])
 def test_one_that_hangs_is_left_behind(tmp_path, monkeypatch, caplog, stage):
-    monkeypatch.setattr(writer, "WAIT_S", 0.3)
-    monkeypatch.setattr(writer, "MAX_CALLS", 5)
+    monkeypatch.setattr(tracking, "WAIT_S", 0.3)
+    monkeypatch.setattr(tracking, "MAX_LINES", 5)
     monkeypatch.syspath_prepend(tmp_path / "fakes")
     monkeypatch.delitem(sys.modules, "wandb")
     write_fake(tmp_path, "wandb", stage, "__import__('time').sleep(1000)")
     trackers = start(tmp_path, "wandb", "tensorboard")
     for step in range(1, 12):
         trackers.log("metrics.jsonl", {"step": step, "loss": float(step)})
-        wait_for(lambda: trackers.threads[1].calls.empty())
+        wait_for(lambda: trackers.threads[1].lines.empty())
     trackers.finish()
     warning = warnings_of(caplog)[-1]
     why = "it has not finished after 0 s" if stage == "finish" else "5 lines wait for it"
