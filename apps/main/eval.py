@@ -33,7 +33,7 @@ from lingua.parallel.program import run_program
 from lingua.parallel.signals import take_signals
 from lingua.tools.exchange.trained import OpenArgs, open_model, open_trained
 from lingua.tools.inference.harness import Evaluator, find_tasks, load_tasks
-from lingua.tools.trackers import Trackers
+from lingua.tools.trackers import Trackers, check_packages
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
         except OSError as error:
             raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
         to = LoggingArgs(wandb=args.wandb)
-        to.check_packages()
+        check_packages(to)
         trackers.append(Trackers(to, args.name, flatten(args), folder))
 
     def report(lines: list[dict[str, Any]]) -> None:

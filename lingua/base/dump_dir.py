@@ -19,8 +19,7 @@ FILES = (CONFIG, TRAIN_LOG, *LINES, WANDB_ID, TRACKIO_ID, WRONG_HOSTS)
 CHECKPOINTS = "checkpoints"  # a folder per saved step
 EVALS = "evals"  # a folder per evaluated step, with RESULTS
 PROFILING = "profiling"  # traces, memory snapshots, COLLECTIVES
-STARTS = "starts"  # a file per start, named by its number
-TENSORBOARD = "tensorboard"  # an event file per start
+STARTS, TENSORBOARD = "starts", "tensorboard"  # a file per start, named by its number or time
 FOLDERS = (CHECKPOINTS, EVALS, PROFILING, STARTS, TENSORBOARD, "wandb")
 
 LOCK = "run.lock"  # held while the run trains

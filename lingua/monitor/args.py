@@ -3,10 +3,8 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any, Literal
 
-from lingua.base.errors import import_optional
 from lingua.config.schema import MAX_ROWS, MAX_TOKENS, Free, bounds
 
 WAITING = "eval"  # the mark of a checkpoint whose evaluation job has not finished
@@ -30,8 +28,6 @@ class WandbArgs:
 
 @dataclass
 class TrackioArgs:
-    """Arguments of trackio.init."""
-
     project: Free[str] = "lingua"  # project of the run
     # Space of Hugging Face that gets everything; null: TRACKIO_SPACE_ID, else this machine alone
     space_id: Free[str | None] = None
@@ -43,23 +39,16 @@ class LoggingArgs:
     # what gets the numbers besides the files of the dump dir; a group below names its own too
     to: Free[list[Literal["wandb", "tensorboard", "trackio"]]] = field(default_factory=list)
     wandb: Free[WandbArgs | None] = None  # Weights & Biases, when given
-    trackio: Free[TrackioArgs | None] = None  # Trackio, when given
+    trackio: Free[TrackioArgs | None] = None  # Trackio, when given: arguments of trackio.init
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 1, "freq")
 
     @property
     def trackers(self) -> dict[str, Any]:
-        """The settings of each tracker that gets the numbers, by the name of its package."""
-        wandb, trackio = self.wandb or WandbArgs(), self.trackio or TrackioArgs()
-        settings = {"wandb": wandb, "tensorboard": None, "trackio": trackio}
-        return {k: v for k, v in settings.items() if k in self.to or getattr(self, k, None)}
-
-    def check_packages(self) -> None:
-        """Raise UserError where the package of a tracker is not installed."""
-        for name in self.trackers:
-            if find_spec(name) is None:  # one that is, and fails, ends no run
-                import_optional(name, f"logging.to = {name}")
+        """The group of each tracker that gets the numbers, by the name of its package."""
+        groups = {"wandb": self.wandb, "tensorboard": None, "trackio": self.trackio}
+        return {name: group for name, group in groups.items() if group or name in self.to}
 
 
 @dataclass

@@ -230,8 +230,7 @@ class Reporter:
     def samples(self, step: int, source: str, pairs: list[tuple[str, str]]) -> None:
         """Write text that the model generated: (prompt, text), with prompts of one source."""
         for prompt, text in pairs:
-            line = {"step": step, "source": source, "prompt": prompt, "text": text}
-            self._write(SAMPLES, line)
+            self._write(SAMPLES, {"step": step, "source": source, "prompt": prompt, "text": text})
         if self.trackers is not None:
             self.trackers.samples(step, source, pairs)
 

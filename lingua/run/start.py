@@ -341,11 +341,14 @@ def look(
 ) -> tuple[list[dict[str, Any]], int | None]:
     """What one process finds on disk for all: the checkpoints of the run, as values of JSON, the
     last published first, and the global batch size that an earlier start decided. Raises UserError
-    for data that cannot be read, a tracker that is not installed, and checkpoints of another run or
-    that are all damaged."""
+    for data that cannot be read, and for checkpoints of another run or that are all damaged."""
     data.check(args, tokenizer)
     root, key = args.checkpoint_folder, "data.global_batch_size"
     check_run_id(root, args.folder)
+    if args.logging.trackers:
+        with tool_needed_by("logging.to"):
+            from lingua.tools.trackers import check_packages
+        check_packages(args.logging)
     found, rows = published(root, logger.warning), None
     config_file = args.folder / CONFIG
     if args.data.global_batch_size is None and not found and config_file.exists():
@@ -357,7 +360,6 @@ def look(
 
 def find_start(
     found: list[dict[str, Any]], args: CheckpointArgs, keys: Iterable[str], app: App | None = None
-    args.logging.check_packages()
 ) -> "tuple[Saved | None, Origin | None]":
     """The checkpoint to resume, or else what to start from, if anything. Called by every rank.
     Raises UserError where no checkpoint verifies, and where checkpoint.init_from names nothing to

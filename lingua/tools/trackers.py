@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
+from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
 from queue import Full, Queue
@@ -22,6 +23,7 @@ from threading import Event, Thread
 from typing import Any, Protocol
 
 from lingua.base.dump_dir import EVALUATION, SAMPLES, TENSORBOARD, TRACKIO_ID, VALIDATION, WANDB_ID
+from lingua.base.errors import import_optional
 from lingua.config.values import shorten
 from lingua.monitor.args import LoggingArgs, TrackioArgs, WandbArgs
 
@@ -78,6 +80,13 @@ class Trackers:
             thread.join(max(0.0, end - time.monotonic()))
             if thread.is_alive():
                 thread.fail(f"it has not finished after {WAIT_S:.0f} s")
+
+
+def check_packages(args: LoggingArgs) -> None:
+    """Raise UserError where the package of a tracker is not installed."""
+    for name in args.trackers:
+        if find_spec(name) is None:  # one that is, and fails, ends no run
+            import_optional(name, f"logging.to = {name}")
 
 
 class TrackerThread(Thread):
@@ -151,14 +160,17 @@ class Wandb:
     resumed run does.
     """
 
-    def __init__(self, args: WandbArgs, name: str, config: dict, folder: Path, step: int) -> None:
+    def __init__(
+        self, args: WandbArgs | None, name: str, config: Any, folder: Path, step: int
+    ) -> None:
         import wandb
 
         # Without a network it would wait for ever, here and once more when the process ends.
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(WAIT_S - 5))
         os.environ.setdefault("WANDB_FINISH_TIMEOUT_RAISES", "true")
         id_file = folder / WANDB_ID
-        settings = asdict(args) | {"name": args.name or name, "dir": args.dir or str(folder)}
+        settings = asdict(args or WandbArgs())
+        settings |= {"name": settings["name"] or name, "dir": settings["dir"] or str(folder)}
         settings["id"] = id_file.read_text().strip() if id_file.exists() else None
         self.table = partial(wandb.Table, columns=["prompt", "text"])
         self.run = wandb.init(**settings, config=config, allow_val_change=True, resume="allow")
@@ -179,7 +191,7 @@ class TensorBoard:
     where that exists. Here what is logged before a checkpoint is in the file when that is saved.
     """
 
-    def __init__(self, args: None, name: str, config: dict, folder: Path, step: int) -> None:
+    def __init__(self, args: None, name: str, config: Any, folder: Path, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -222,7 +234,9 @@ class Trackio:
     """The trackio run that `<dump_dir>/trackio_id` names, or a new one: rows of a database that
     this machine has for all runs of a project, or with a `space_id` of a Space."""
 
-    def __init__(self, args: TrackioArgs, name: str, config: dict, folder: Path, step: int) -> None:
+    def __init__(
+        self, args: TrackioArgs | None, name: str, config: Any, folder: Path, step: int
+    ) -> None:
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
         from trackio.utils import get_storage_mode
@@ -230,6 +244,7 @@ class Trackio:
         self.table = partial(trackio.Table, columns=["prompt", "text"])
         id_file = folder / TRACKIO_ID
         run_id = id_file.read_text().strip() if id_file.exists() else None
+        args = args or TrackioArgs()
         settings = {**asdict(args), "name": name, "config": config, "embed": False}
         settings |= {"auto_log_cpu": False, "auto_log_gpu": False}
         self.run: Any = trackio.init(**settings, resume="allow" if run_id else "never")

@@ -19,7 +19,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from lingua.monitor.args import LoggingArgs, TrackioArgs
 from lingua.tools import trackers as tracking
-from lingua.tools.trackers import Trackers
+from lingua.tools.trackers import Trackers, check_packages
 from tests.apps.runs import SMALL, write_sources
 from tests.disk import full_disk
 from tests.mistakes import refused
@@ -351,7 +351,7 @@ def test_rows_that_trackio_cannot_write_are_named(text, tmp_path):
 def test_a_package_that_is_missing_is_a_mistake(monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)  # as Python marks an absent package
     advice = f"{name}, which is not installed (pip install {name})"
-    refused(LoggingArgs(to=[name]).check_packages, f"logging.to = {name}", advice)
+    refused(lambda: check_packages(LoggingArgs(to=[name])), f"logging.to = {name}", advice)
 
 
 def test_the_group_of_a_tracker_chooses_it_too():

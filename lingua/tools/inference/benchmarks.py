@@ -16,7 +16,7 @@ from lingua.base.errors import UserError
 from lingua.checkpoint.retention import mark_file, marks
 from lingua.checkpoint.save import publish
 from lingua.config.load import to_yaml
-from lingua.monitor.args import WAITING, HarnessArgs
+from lingua.monitor.args import WAITING, HarnessArgs, WandbArgs
 from lingua.parallel.mesh import on_rank_0, world_sum_
 from lingua.parallel.signals import StopRequest
 from lingua.run.args import RunArgs
@@ -146,7 +146,8 @@ def job_arguments(args: RunArgs, checkpoint: Path, step: int) -> list[str]:
     assert args.eval is not None
     values = {f.name: getattr(args.eval, f.name) for f in fields(HarnessArgs)}
     values |= {"script": "apps.main.eval", "app": args.app}
-    if (wandb := args.logging.trackers.get("wandb")) is not None:
+    if "wandb" in args.logging.trackers:
+        wandb = args.logging.wandb or WandbArgs()
         # A wandb run of its own in the training run's group: two processes cannot write into one.
         job_wandb = replace(wandb, name=None, group=wandb.group or args.name, job_type="eval")
         values |= {f"wandb.{key}": value for key, value in asdict(job_wandb).items()}
