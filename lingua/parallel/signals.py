@@ -56,16 +56,11 @@ class StopRequest:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
             os._exit(128 + number)  # in a process that a library forked, and now ends
-        self._add(number)
+        self.signal = self.signal or signal.Signals(number).name
+        self.received.add(signal.Signals(number).name)
         if self._raising:
             self._raising = False  # a second signal must not interrupt the clean-up
             raise Stopped
-
-    def _add(self, number: int) -> str:
-        name = signal.Signals(number).name
-        self.signal = self.signal or name
-        self.received.add(name)
-        return name
 
     def _watch(self, reader: int) -> None:
         noted: set[int] = set()
@@ -73,7 +68,9 @@ class StopRequest:
         while number := os.read(reader, 1)[0]:  # `__exit__` writes 0
             if number not in self._previous_handlers:
                 continue
-            name = self._add(number)
+            name = signal.Signals(number).name
+            self.signal = self.signal or name
+            self.received.add(name)
             starting = self.note == self._first_note  # there is nothing to save
             if starting and number == signal.SIGTERM and restarts_in_torchrun():
                 os._exit(128 + number)  # torchrun waits for it, to start it with other ranks
