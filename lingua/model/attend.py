@@ -45,7 +45,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     # On CUDA only the flash kernels, which take no mask, know grouped heads. Without one that does,
     # torch would compute all scores in float32 and keep them.
     flash = mask is None and q.dtype in HALF_DTYPES and v.shape[3] == q.shape[3] <= 256
-    if n_heads != n_kv_heads and q.is_cuda and not flash:
+    if n_heads != n_kv_heads and ((q.is_cuda and not flash) or q.device.type == "mps"):
         k, v = repeat_heads(k, v, n_heads, dim=1)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=n_heads != k.shape[1]

@@ -25,8 +25,8 @@ def choose_attention(
     Raises:
         UserError: the one asked for cannot serve. Only `auto` is replaced by another.
     """
-    if asked == "auto" and device.type == "cpu":
-        return "sdpa", "the only one that trains on a CPU"
+    if asked == "auto" and device.type in ("cpu", "mps"):
+        return "sdpa", f"the only one that trains on {'a CPU' if device.type == 'cpu' else 'mps'}"
     if asked == "auto" and not masked:
         return "sdpa", "fused kernels, since every token sees all before it"
     from lingua.model.masks import unmet

@@ -150,12 +150,12 @@ def _complete_batch(
             if not unfinished:  # another rank continues, and needs this one in its collectives
                 continue
             # The model may have more tokens than its tokenizer.
-            drawn = sampler(logits[:, : tokenizer.vocab_size], step)
+            drawn = sampler(logits[:, : tokenizer.vocab_size], step).to(device)
             for group in (mesh.get_group("tp"), cp_group(mesh)):
                 if group is not None and group.size() > 1:
                     dist.broadcast(drawn, group=group, group_src=0)
             logprobs = logits.log_softmax(-1).gather(1, drawn[:, None])[:, 0]
-            both = torch.stack((drawn.double(), logprobs.double())).tolist()
+            both = torch.stack((drawn.float(), logprobs)).tolist()  # tokens are below 2^24
             for row, token, logprob in zip(rows, *both, strict=True):
                 row.add(int(token), logprob)
             tokens = torch.cat((tokens, drawn[:, None]), dim=1)

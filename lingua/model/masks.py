@@ -38,8 +38,9 @@ def unmet(impl: AttnImpl, head_dim: int, device: torch.device, dtype: torch.dtyp
             return f"heads of a multiple of 8 and at most 256 features, not {head_dim}"
         if torch.__version__ < "2.12":  # compared as versions
             return "torch 2.12 or later, for grouped heads"
-        if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
-            return "compute capability 8.0"
+        old = torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)
+        if torch.version.hip or old:
+            return "a GPU of NVIDIA with compute capability 8.0"
     return None
 
 

@@ -46,6 +46,7 @@ class Sampler:
     def __init__(
         self, settings: Sequence[SamplingArgs], seeds: Sequence[int], device: torch.device
     ) -> None:
+        device = torch.device("cpu") if device.type == "mps" else device  # which has no float64
         self.temperature = torch.tensor([s.temperature for s in settings], device=device)
         self.top_k = torch.tensor([s.top_k or 2**62 for s in settings], device=device)
         top_p = [s.top_p or 2.0 for s in settings]
@@ -56,7 +57,7 @@ class Sampler:
 
     def __call__(self, logits: Tensor, step: int) -> Tensor:
         """Tokens int64 B from logits B V; `step` is the number of tokens drawn before."""
-        greedy = logits.argmax(-1)
+        greedy = (logits := logits.to(self.keys.device)).argmax(-1)
         if not self.draws:
             return greedy
         # A token is drawn for a greedy row too, at any temperature, and not used.

@@ -87,7 +87,7 @@ class Reporter:
         self.may_write, self.heart, self.start = may_write, heart or Heartbeat(), start
         self.folder = Path(args.dump_dir)
         self.device = torch.device(mesh.device_type)
-        self.device_name, self.peak = "cpu", None
+        self.device_name, self.peak = self.device.type, None
         if self.device.type == "cuda":
             from lingua.monitor.peaks import peak_flops
 
@@ -132,8 +132,7 @@ class Reporter:
     @contextmanager
     def paused(self, phase: str = "evaluation") -> Iterator[None]:
         """Around what is not training: its time does not count. Called by every rank."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()  # kernels that are still queued are training
+        torch.get_device_module(self.device).synchronize()  # queued kernels are training
         self._take_time()
         self.heart.at(self.progress.step, phase)
         try:

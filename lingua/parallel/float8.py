@@ -32,6 +32,8 @@ def check_float8(
     if seq_len % (MULTIPLE * cp_size):
         of = f"{MULTIPLE}{f' x {cp_size} (cp_size)' * (cp_size > 1)}"
         raise UserError(f"{KEY}: data.seq_len = {seq_len}: no multiple of {of}")
+    if device == "mps" or (device == "cuda" and torch.version.hip):
+        raise UserError(f"{KEY}: is for GPUs of NVIDIA, and CPUs")
     if device == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if capability < CAPABILITY:

@@ -31,9 +31,9 @@ Named = tuple[str, nn.Parameter]  # a parameter with its canonical name
 CHUNK_ELEMENTS = 1 << 22  # hashed at a time; bounds the int64 and float64 temporaries
 
 
-def _global_index(t: Tensor, start: int, stop: int) -> Tensor:
+def _global_index(t: Tensor, start: int, stop: int, device: torch.device) -> Tensor:
     """Row-major index, in the whole tensor, of the elements `start:stop` of this rank's part."""
-    flat = torch.arange(start, stop, device=t.device)
+    flat = torch.arange(start, stop, device=device)
     if not isinstance(t, DTensor):
         return flat
     shape, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
@@ -46,10 +46,11 @@ def _global_index(t: Tensor, start: int, stop: int) -> Tensor:
 def _draw(t: Tensor, key: int, kind: str, a: float, b: float) -> None:
     """Fill this rank's part of `t`: uniform in [a, b), or normal with mean a and deviation b."""
     part = local(t)
-    values = torch.empty(part.numel(), dtype=part.dtype, device=part.device)
+    device = torch.device("cpu") if part.device.type == "mps" else part.device  # has no float64
+    values = torch.empty(part.numel(), dtype=part.dtype, device=device)
     for start in range(0, part.numel(), CHUNK_ELEMENTS):
         stop = min(start + CHUNK_ELEMENTS, part.numel())
-        bits = hash_bits(key, _global_index(t, start, stop))
+        bits = hash_bits(key, _global_index(t, start, stop, device))
         high, low = ((bits >> 32) & 0xFFFFFFFF).double(), (bits & 0xFFFFFFFF).double()
         if kind == "uniform":
             x = high * ((b - a) / 2**32) + a

@@ -20,11 +20,11 @@ from lingua.parallel.torch_private import set_group_timeout
 
 
 def pick_device(name: str, launch: Launch) -> torch.device:
-    """The device of this process for `device: auto | cpu | cuda`."""
+    """The device of this process for `device: auto | cpu | cuda | mps`."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
+    if name != "cuda":
+        return torch.device(name)
     if not torch.cuda.is_available():
         raise UserError("device = cuda: torch finds no CUDA device on this machine", local=True)
     count = torch.cuda.device_count()
@@ -93,7 +93,11 @@ def start(
 
         watch(heart, store, launch)
     sizes = mesh_sizes(args, launch.world_size)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    mesh = init_device_mesh(device.type.replace("mps", "cpu"), sizes, mesh_dim_names=AXES)
+    if device.type == "mps":
+        from lingua.parallel.mps import adopt
+
+        adopt(mesh)
     share_rows(mesh, args.cp_size)
     set_timeout(mesh, args.timeout_s, heart)  # a mesh's groups do not inherit it
     return mesh

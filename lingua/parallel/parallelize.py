@@ -43,7 +43,8 @@ def parallelize_model(
     """
     plan = plan or ParallelPlan()
     check_layout(model, plan, mesh["tp"].size(), cp_size(mesh))
-    unsharded = mesh.size() == 1 and args.dtype == torch.float32 and not exact
+    fp32, mps = args.dtype == torch.float32, mesh.device_type == "mps"
+    unsharded = mesh.size() == 1 and (fp32 or mps) and not exact
     if args.float8 is not None:
         from lingua.parallel.float8 import to_float8
 
@@ -56,6 +57,10 @@ def parallelize_model(
         from lingua.parallel.context_parallel import divide_positions
 
         divide_positions(model, blocks_of(model, plan), group, mesh["tp"].size())
+    if unsharded and not fp32:
+        from lingua.parallel.mps import cast_units
+
+        cast_units([*blocks_of(model, plan), model], args.dtype)
     _wrap_blocks(model, plan, args)
     if unsharded:
         return model  # nothing to shard, sum or cast: FSDP's hooks would only cost time

@@ -32,12 +32,12 @@ def as_shard(part: Tensor, like: Tensor) -> Tensor:
 def to_device(t: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on the device. It is copied from pinned memory: for a copy from other memory the
     host waits until the device has done all that is queued."""
-    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
 def to_host(*tensors: Tensor) -> list[Any]:
     """The values of tensors of one device, numbers or lists. The host waits for the device once."""
-    copies = [t.to("cpu", non_blocking=True) for t in tensors]  # into pinned memory
+    copies = [t.to("cpu", non_blocking=t.is_cuda) for t in tensors]  # into pinned memory
     if any(t.is_cuda for t in tensors):
         torch.cuda.current_stream().synchronize()
     return [t.tolist() for t in copies]

@@ -74,7 +74,7 @@ resolve_process_group = c10d._resolve_process_group
 def set_group_timeout(group: dist.ProcessGroup, device_type: str, timeout: timedelta) -> None:
     """Set how long collectives of a group wait for other ranks, on one type of device: torch's
     public functions set it when a group is made, and those of a mesh take no other."""
-    backend = group._get_backend(torch.device(device_type))
+    backend = group._get_backend(torch.device(device_type.replace("mps", "cpu")))
     if hasattr(backend, "_set_default_timeout"):  # a fake one never waits
         backend._set_default_timeout(timeout)
 

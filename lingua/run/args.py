@@ -68,7 +68,7 @@ class RunArgs:
     steps: Announced[int] = 1000  # optimizer steps of the whole run
     stop_at: Operational[int | None] = None  # leave after this step, as if interrupted; null: never
     grad_acc_steps: Additions[int | None] = None  # micro-steps of a step; null: as few as fit
-    device: Operational[Literal["auto", "cpu", "cuda"]] = "auto"  # auto: cuda where there is one
+    device: Operational[Literal["auto", "cpu", "cuda", "mps"]] = "auto"  # auto: cuda, else cpu
     # bitwise equal runs, at some speed: true, on the same topology; mesh, on any without tp
     deterministic: Free[Literal[False, True, "mesh"]] = False
     data: DataArgs = field(default_factory=DataArgs)
@@ -109,6 +109,10 @@ class RunArgs:
             yield "distributed.float8", need
         if not self.exact and self.distributed.check_every is not None:
             yield "distributed.check_every", "must be null without deterministic = mesh"
+        compiled, muon = self.distributed.compile, self.optim.name == "muon"
+        unfit = {"distributed.compile": compiled, "optim.name": muon, "deterministic": self.exact}
+        for key in [key for key, is_set in unfit.items() if is_set and self.device == "mps"]:
+            yield key, "is not for device = mps (docs/machines.md#devices)"
         for i, name in enumerate(self.validation.sources):
             if name in self.data.used_sources():
                 yield f"validation.sources[{i}]", f"is trained on, as data.sources.{name}"

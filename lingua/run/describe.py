@@ -79,7 +79,8 @@ def describe(args: RunArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[str]
     """Yields what a person wants to read before the first step."""
     n_parameters = sum(p.numel() for p in model.parameters())
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    device = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
+    kind = mesh.device_type
+    device = torch.cuda.get_device_name() if kind == "cuda" else kind.upper()
     sizes = ", ".join(f"{axis} {size}" for axis, size in zip(WORDS, sizes_of(mesh), strict=False))
     degree, n = dp_degree(mesh), dist.get_world_size()
     n_micro, rows = args.micro_steps(degree)
@@ -90,7 +91,7 @@ def describe(args: RunArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[str]
         f"{counted(degree, 'data-parallel rank')}"
     )
     if any(isinstance(module, Attention) for module in model.modules()):
-        yield "attention: {}, {}".format(*resolve_attention(args, mesh.device_type))
+        yield "attention: {}, {}".format(*resolve_attention(args, kind))
     if args.distributed.float8 is not None:
         yield "products of the blocks: float8, whose scales, and so rounding, depend on the mesh"
     if n > 1:

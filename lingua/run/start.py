@@ -181,10 +181,12 @@ def make_optimizer(
     """The app's optimizer, or that of the configuration."""
     if app.optimizer is None:
         optimizer = build_optimizer(model, args.optim, plan.blocks if plan else ())
-    else:
-        from lingua.optim.adapter import adapt  # imported where a fork has an optimizer of its own
+    if app.optimizer is not None or args.device == "mps":
+        from lingua.optim.adapter import adapt  # imported where another one is adapted
 
-        optimizer = adapt(app.optimizer(model, args, plan), model)
+        # On mps the kernel of AdamW ignores what AdamWMuon gives it (torch 2.13).
+        other = app.optimizer(model, args, plan) if app.optimizer else None
+        optimizer = adapt(other or torch.optim.AdamW(optimizer.param_groups, fused=True), model)
     if args.exact:
         from lingua.optim.exact import make_exact
 
@@ -274,7 +276,7 @@ def check(argv: list[str], world_size: int) -> tuple[RunArgs, list[str]]:
     resolved.checkpoint.verify = "size"  # the run itself compares checksums
     n = fitting(args.distributed, world_size) if args.distributed.spare else world_size
     with one_process():
-        device = "cpu" if args.device == "cpu" else "cuda"  # on the machine that runs it
+        device = args.device.replace("auto", "cuda")  # on the machine that runs it
         check_run(app, resolved, mesh_sizes(args.distributed, n or world_size), device)
     args.app = app.path
     return args, notices

@@ -75,11 +75,12 @@ def _score_batch(
     for (tokens, _), into in zip(rows, inputs, strict=False):
         into[: len(tokens) - 1] = torch.tensor(tokens[:-1])
     logits = whole(model(to_device(inputs, device)))  # B S V
+    logits = logits.cpu() if device.type == "mps" else logits  # which has no float64
     scores: list[Tensor] = []
     for (tokens, n), row_logits in zip(rows, logits, strict=False):
         end = len(tokens) - 1
         logprobs = row_logits[end - n : end].float().log_softmax(-1)
-        targets = to_device(torch.tensor(tokens[-n:]), device)
+        targets = to_device(torch.tensor(tokens[-n:]), logits.device)
         total = logprobs.gather(1, targets[:, None]).double().sum()
         scores.append(torch.stack((total, (logprobs.argmax(-1) == targets).all().double())))
     return [(t, bool(greedy)) for t, greedy in torch.stack(scores).tolist()] if scores else []
