@@ -60,10 +60,16 @@ SP_BYTES = slice(3, 259)  # the ids of bytes in a sentencepiece model
 GIVEN = {"num_fewshot": 2, "limit": 5}
 
 
-def make_run_here(folder: Path, model: ModelArgs, tokenizer: TokenizerArgs, add_bos: bool) -> None:
+def make_run_here(
+    folder: Path,
+    model: ModelArgs,
+    tokenizer: TokenizerArgs,
+    add_bos: bool,
+    seq_len: int = SEQ_LEN,
+) -> None:
     """A run whose checkpoint of step 3 is exported to `folder`/hf."""
     launch.start(CPU, launch.detect_launch(), DistributedArgs())
-    data = {"seq_len": SEQ_LEN, "add_bos": add_bos, "add_eos": True}
+    data = {"seq_len": seq_len, "add_bos": add_bos, "add_eos": True}
     data["tokenizer"] = asdict(tokenizer)
     text = OmegaConf.to_yaml({"model": OmegaConf.structured(model), "data": data})
     made = initialised(model)
@@ -121,9 +127,9 @@ def run(make_run: Callable[..., Path]) -> Path:
 def theirs(run: Path, task_dir: Path, tasks: list[str], **given: Any) -> dict[str, Any]:
     """What the harness finds itself, with its own class for models of transformers."""
     of_model = {key: given.pop(key, None) for key in ("add_bos_token", "tokenizer")}
+    of_model["max_length"] = given.pop("max_length", SEQ_LEN)
     model = HFLM(
-        pretrained=str(run / "hf"), device="cpu", dtype="float32", batch_size=3,
-        max_length=SEQ_LEN, **of_model,
+        pretrained=str(run / "hf"), device="cpu", dtype="float32", batch_size=3, **of_model
     )  # fmt: skip
     manager = TaskManager(include_path=str(task_dir), include_defaults=False)
     return lm_eval.simple_evaluate(model, tasks=tasks, task_manager=manager, **(GIVEN | given))
