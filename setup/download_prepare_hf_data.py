@@ -11,10 +11,11 @@ import argparse
 import re
 from pathlib import Path
 
-from hub import fetch, run_script
+from hub import fetch
 
 from lingua.base.errors import UserError, nearest
 from lingua.data.files import find_files
+from lingua.parallel.program import run_program
 
 # name -> (repository, patterns); a * goes across folders
 DATA_SETS = {
@@ -45,11 +46,11 @@ def main() -> None:
     if re.fullmatch(r"[^./\\][^/\\]*", name) is None:
         raise UserError(f'--name "{name}": must be the name of a folder in --dir, without a path')
     folder = args.dir / name
-    wanted = fetch(repo, patterns, folder, "dataset")
+    wanted = fetch(f"datasets/{repo}", patterns, folder)
 
     files = {file.path for file in find_files(name, args.dir)}
     print(f"{folder} has all {len(wanted):,} files")
-    if others := files - wanted.keys():
+    if others := files - wanted:
         print(f"and {len(others):,} others that are part of the source, as {min(others)}")
     print(f"train on it with data.root_dir={args.dir} 'data.sources={{{name}: 1.0}}'")
 
@@ -76,4 +77,4 @@ def choose(data: str, patterns: list[str] | None) -> tuple[str, list[str]]:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_program(main)

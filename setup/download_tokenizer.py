@@ -9,15 +9,18 @@ Llama and Gemma are gated: ask for access on the hub, then set HF_TOKEN to a tok
 import argparse
 import base64
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from hub import RETRIED_STATUS, fetch, first_line, retry, run_script
+from hub import fetch
 
 from lingua.base.errors import UserError, nearest
 from lingua.base.files import write_atomically
+from lingua.parallel.program import run_program
 from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
+from lingua.tools.storage.fetch import retrying
 
 Kind = Literal["sp", "tiktoken"]
 # name -> (repository, file, data.tokenizer.name)
@@ -38,7 +41,7 @@ def main() -> None:
     if args.name in HUB_TOKENIZERS:
         kind: Kind
         repo, file, kind = HUB_TOKENIZERS[args.name]
-        fetch(repo, [file], args.dir / args.name, "model")
+        fetch(repo, [file], args.dir / args.name)
         path = args.dir / args.name / file
     else:
         kind, path = "tiktoken", fetch_encoding(args.name, args.dir)
@@ -61,7 +64,8 @@ def fetch_encoding(name: str, folder: Path) -> Path:
     allowed = [*HUB_TOKENIZERS, *tiktoken.list_encoding_names()]
     if name not in allowed:
         raise UserError(f'"{name}": must be one of {", ".join(allowed)}{nearest(name, allowed)}')
-    encoding = retry(name, lambda: tiktoken.get_encoding(name), _explain_tiktoken)
+    get = partial(tiktoken.get_encoding, name)
+    encoding = retrying(get, f"{name}: cannot be downloaded")
     # These two attributes are how tiktoken's README has an encoding extended.
     ranks, pattern = encoding._mergeable_ranks, encoding._pat_str
     path = folder / f"{name}.tiktoken"
@@ -80,15 +84,5 @@ def _lines(ranks: dict[bytes, int]) -> Iterator[str]:
         yield f"{base64.b64encode(token).decode()} {rank}\n"
 
 
-def _explain_tiktoken(error: Exception) -> str:
-    """Why another attempt cannot help, or nothing where it may."""
-    status = getattr(getattr(error, "response", None), "status_code", 0)  # the requests library
-    refused = 400 <= status < 500 and status not in RETRIED_STATUS
-    # ValueError: what has arrived is whole, but not what the library expects by its hash.
-    if refused or isinstance(error, ValueError) or not isinstance(error, OSError):
-        return f"the encoding cannot be downloaded: {first_line(error)}"
-    return ""
-
-
 if __name__ == "__main__":
-    run_script(main)
+    run_program(main)

@@ -6,6 +6,8 @@ import json
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
+from urllib.parse import unquote
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_secret"
@@ -21,6 +23,7 @@ class Hub:
         self.gated: set[str] = set()
         self.quoting: set[str] = set()  # refused with a message that quotes the token
         self.cut: dict[str, int] = {}  # path -> bytes after which its next download breaks off
+        self.cut_from = 0  # begin of the range of which that download is
         self.go_on = threading.Event()  # a download that is cut waits for it before it breaks off
         self.go_on.set()
         self.failures = 0  # of the next requests, each answered with 503
@@ -48,14 +51,14 @@ class Hub:
         self.server.server_close()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        path, _, _ = request.path.partition("?")
+        path, _, query = request.path.partition("?")
         token = request.headers.get("Authorization", "")
         self.log.append((request.command, path, request.headers.get("Range", ""), token))
         if self.failures:
             self.failures -= 1
             return self.send(request, 503)
         if path in self.moved:
-            file = path.partition(f"/resolve/{REVISION}/")[2]
+            file = path.partition("/resolve/main/")[2]
             content = next((files[file] for files in self.repos.values() if file in files), b"")
             return self.send(request, 302, content, to=self.moved[path])
         if path in self.files:
@@ -72,19 +75,31 @@ class Hub:
                 name = repo.removeprefix("datasets/")
                 info = {"id": name, "sha": REVISION, "siblings": [{"rfilename": f} for f in files]}
                 return self.send(request, 200, json.dumps(info).encode())
-            if path == f"{api}/tree/{REVISION}":
+            if path == f"{api}/tree/main" or path.startswith(f"{api}/tree/main/"):
+                folder = unquote(path.removeprefix(f"{api}/tree/main")).lstrip("/")
                 tree = [
                     {"type": "file", "path": f, "size": self.sizes.get(f, len(c)), "oid": etag(c)}
                     for f, c in files.items()
+                    if "recursive=true" in query.lower() or f.rpartition("/")[0] == folder
+                    if f.startswith(f"{folder}/" if folder else "")
                 ]
+                names = {str(parent) for f in files for parent in PurePosixPath(f).parents}
+                tree += [
+                    {"type": "directory", "path": name, "oid": "0"}
+                    for name in names - {".", "/", folder}
+                    if name.rpartition("/")[0] == folder  # of the ones below, no test has need
+                ]
+                if folder and not tree:
+                    return self.send(request, 404, code="EntryNotFound")
                 return self.send(request, 200, json.dumps(tree).encode())
-            file = path.removeprefix(f"/{repo}/resolve/{REVISION}/")
+            file = path.removeprefix(f"/{repo}/resolve/main/")
             if file in self.refused:
                 return self.send(request, self.refused[file])
             if file in self.sent and request.command == "GET":
-                return self.send(request, 200, self.sent[file])
+                return self.send(request, 200, self.sent[file], ranges=False)
             if file in files:
-                cut = self.cut.pop(file, None) if request.command == "GET" else None
+                asked = request.headers.get("Range", "").startswith(f"bytes={self.cut_from}-")
+                cut = self.cut.pop(file, None) if asked else None
                 return self.send(request, 200, files[file], cut=cut)
             return self.send(request, 404, code="EntryNotFound")
         return self.send(request, 401, code="RepoNotFound")
@@ -98,19 +113,22 @@ class Hub:
         message: str = "",
         cut: int | None = None,
         to: str = "",
+        ranges: bool = True,
     ) -> None:
-        tag, begin = etag(content), 0
-        asked = request.headers.get("Range", "")
-        if asked.startswith("bytes=") and asked.endswith("-"):
-            begin, status = int(asked[6:-1]), 206
-        body = b"" if to else content[begin:]
+        tag, asked = etag(content), request.headers.get("Range", "")
+        part, begin = content, 0
+        if status == 200 and asked and ranges:
+            begin, end = map(int, asked.removeprefix("bytes=").split("-"))
+            part, status = content[begin : end + 1], 206
+        body = b"" if to else part
         request.send_response(status)
         request.send_header("Content-Length", str(len(body)))
         request.send_header("ETag", f'"{tag}"')
         request.send_header("X-Repo-Commit", REVISION)
         request.send_header("Accept-Ranges", "bytes")
         if status == 206:
-            request.send_header("Content-Range", f"bytes {begin}-{len(content) - 1}/{len(content)}")
+            last = begin + len(part) - 1
+            request.send_header("Content-Range", f"bytes {begin}-{last}/{len(content)}")
         if to:
             request.send_header("Location", to)
             request.send_header("X-Linked-Size", str(len(content)))

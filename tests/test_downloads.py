@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from lingua.data.args import DataArgs
 from lingua.data.sources import prepare_source
 from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
-from tests.hub_server import REVISION, TOKEN, Hub
+from tests.hub_server import TOKEN, Hub
 from tests.programs import python
 from tests.tokenizer.test_tokenizer import write_ranks, write_sentencepiece
 
@@ -25,15 +26,23 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXTS = [f"Text {i}: Köln, 東京" for i in range(50)]
 # Imported once for all processes; not the client, which reads the address of the hub.
 SHARED = ("lingua.tokenizer.sentencepiece", "lingua.tokenizer.tiktoken", "asyncio", "ssl")
-# Short pauses; otherwise the script as it is.
-RUN = (
-    "import sys; sys.path.insert(0, 'setup'); import hub; hub.PAUSES_S = (0.01, 0.01, 0.01)\n"
-    "import {script} as script; hub.run_script(script.main)"
-)
+# Short pauses and parts; otherwise the script as it is.
+RUN = """
+import sys; sys.path.insert(0, 'setup')
+import {script} as script
+from lingua.tools.storage import fetch
+fetch.PAUSES_S, fetch.PART_BYTES = (0.01, 0.01, 0.01), 2**20
+script.run_program(script.main)
+"""
 
 
 def jsonl(texts: list[str]) -> bytes:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def parts(folder: Path) -> list[Path]:
+    """Files whose download has begun."""
+    return list(folder.rglob("*.part"))
 
 
 @pytest.fixture
@@ -66,16 +75,17 @@ def tokenizer(hub: Hub, home: Path, *words: str, **options: str):
 
 
 def test_a_data_set_is_downloaded_through_kills_and_failures_and_is_a_source(hub, tmp_path):
-    large = jsonl([text * 10**4 for text in TEXTS])  # more than the client writes at once
+    large = jsonl([text * 10**4 for text in TEXTS])  # eleven parts
     files = {"en/a.jsonl": jsonl(TEXTS), "en/b.jsonl": large, "README.md": b"# corpus"}
     hub.repos["datasets/some/corpus"] = {**files, "de/a.jsonl": b"no"}
     words = ("some/corpus", "--pattern", "en/*.jsonl", "--name", "english")
     folder = tmp_path / "data" / "english"
-    hub.cut["en/b.jsonl"] = len(large) - 1000
+    hub.cut["en/b.jsonl"] = 1000
+    hub.cut_from = 2**21
     hub.go_on.clear()
     process = start("download_prepare_hf_data", hub, tmp_path, *words, "--dir", folder.parent)
-    # Its records list a.jsonl, and b.jsonl has begun.
-    while not list(folder.rglob("a.jsonl.metadata")) or not list(folder.rglob("*.incomplete")):
+    # a.jsonl is there, and the third part of b.jsonl has begun.
+    while not list(folder.rglob("a.jsonl")) or hub.cut:
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.01)
     process.kill()
@@ -83,18 +93,20 @@ def test_a_data_set_is_downloaded_through_kills_and_failures_and_is_a_source(hub
     hub.go_on.set()
 
     hub.failures = 1
-    hub.cut["en/b.jsonl"] = len(large) - 1000
+    hub.cut["en/b.jsonl"] = 1000
+    hub.cut_from = 2**22
     done = data(hub, tmp_path, *words)
     assert done.returncode == 0, done.stderr
     assert "data.sources={english: 1.0}" in done.stdout and "has all 2 files" in done.stdout
     assert [p.name for p in folder.iterdir() if p.name[0] != "."] == ["en"]
     for name in ("en/a.jsonl", "en/b.jsonl"):
         assert (folder / name).read_bytes() == files[name]
-    assert not list(folder.rglob("*.incomplete"))
-    reads = [(path[-7], asked) for method, path, asked, _ in hub.log if method == "GET"]
-    assert reads.count(("a", "")) == 1  # not again what was there
-    (asked,) = (asked for file, asked in reads if file == "b" and asked)
-    assert int(asked.removeprefix("bytes=")[:-1]) > 2**20  # nor what came before the cut
+    assert not parts(folder)
+    asked = [(path[-7], part) for method, path, part, _ in hub.log if method == "GET" and part]
+    assert [file for file, _ in asked].count("a") == 1  # not again what was there
+    begun = [int(re.findall(r"\d+", part)[0]) for file, part in asked if file == "b"]
+    # Nor what came before the kill: only the parts that broke off are asked for twice.
+    assert sorted(begun) == sorted([*range(0, len(large), 2**20), 2**21, 2**22])
 
     args = DataArgs(root_dir=str(tmp_path / "data"), sources={"english": 1.0})
     source = prepare_source("english", args, build_tokenizer(args.tokenizer), print, processes=1)
@@ -130,7 +142,7 @@ def test_what_is_missing_is_one_clear_message(hub, tmp_path):
         (quoting, {"HF_TOKEN": " hf_of_another "}, "Bearer <HF_TO"),
         ([some, *pattern], {"HF_TOKEN": "hf_of_two\nlines"}, "HF_TOKEN"),
         ([some, *pattern], absent, "pip install huggingface_hub"),
-        ([some, *pattern], full, "0.00 GB"),
+        ([some, *pattern], full, "only 1 B are free"),
     ]:
         done = data(hub, tmp_path, *words, **options)
         assert done.returncode == 2, (words, done.stderr)
@@ -143,16 +155,43 @@ def test_what_is_missing_is_one_clear_message(hub, tmp_path):
     assert done.returncode == 0 and TOKEN not in done.stdout + done.stderr, done.stderr
 
 
+def test_text_of_the_hub_is_a_source_without_a_script(hub, tmp_path):
+    """A pattern of data.source_files names it; what has changed on the hub is downloaded again."""
+    hub.repos["datasets/some/corpus"] = {"en/a.jsonl": jsonl(TEXTS), "de/b.jsonl": b"no"}
+    hub.gated.add("datasets/some/corpus")
+    url, env = "hf://datasets/some/corpus/en/*.jsonl", {"LINGUA_CACHE": str(tmp_path / "cache")}
+    for texts, token in ((TEXTS, TOKEN), (TEXTS[::-1], TOKEN), (TEXTS, "hf_of_another")):
+        hub.repos["datasets/some/corpus"]["en/a.jsonl"] = jsonl(texts)
+        done = run("", hub, tmp_path, url, code=SOURCE, HF_TOKEN=token, **env)
+        if token == TOKEN:
+            place = tmp_path / "cache/hf/datasets/some/corpus/en/a.jsonl"
+            assert done.returncode == 0 and place.read_bytes() == jsonl(texts), done.stderr
+    assert done.returncode == 2 and "hf_of" not in done.stderr
+    assert "https://huggingface.co/datasets/some/corpus" in done.stderr
+    refused = run("", hub, tmp_path, url.replace("/en", "/fr"), code=SOURCE, HF_TOKEN=TOKEN, **env)
+    assert "no file matches" in refused.stderr, refused.stderr
+
+
+SOURCE = """
+import sys
+from lingua.base.urls import fetch_objects, matching_objects
+from lingua.parallel.program import run_program
+def main():
+    found = matching_objects(sys.argv[1]) or sys.exit("no file matches")
+    fetch_objects((url, size, version) for url, _, size, version in found)
+run_program(main)
+"""
 FETCH = """
 import sys; sys.path.insert(0, 'setup')
 import hub, resource
 from pathlib import Path
 from lingua.base.errors import UserError
-hub.PAUSES_S = (0.01, 0.01)
+from lingua.tools.storage import fetch
+fetch.PAUSES_S = (0.01, 0.01)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))  # as a disk of that size
 for repo in sys.argv[2:]:
     try:
-        hub.fetch(repo, ["*"], Path(sys.argv[1], repo), "dataset")
+        hub.fetch(f"datasets/{repo}", ["*"], Path(sys.argv[1], repo))
     except UserError as error:
         print("refused", repo, ascii(str(error)))
 """
@@ -174,7 +213,7 @@ NAMES = [
 
 def test_what_cannot_succeed_is_refused_at_once_and_the_token_stays_with_the_hub(hub, tmp_path):
     other, text = Hub(), jsonl(TEXTS)
-    path = f"/datasets/some/{{}}/resolve/{REVISION}/{{}}".format
+    path = "/datasets/some/{}/resolve/main/{}".format
     hub.refused |= {"forbidden": 403, "gone": 404, "wrong": 400}
     hub.sizes |= {"short": 9, "none": -1, "text": "9"}
     hub.sent |= {"cut": text[:50], "more": 2 * text}
@@ -184,15 +223,15 @@ def test_what_cannot_succeed_is_refused_at_once_and_the_token_stays_with_the_hub
     other.files["/a"] = text
     files: dict[str, tuple[str, str]] = {  # of the repository, and what the message names
         **{f"name-{i}": (name, "must be the path of a file") for i, name in enumerate(NAMES)},
-        "closed": ("forbidden", "access is refused (403"),
+        "closed": ("forbidden", "403 Forbidden"),
         "gone": ("gone", "404"),
         "wrong": ("wrong", "400"),
-        "short": ("short", "the hub lists 9 bytes and has sent"),
+        "short": ("short", "not the 9 bytes that its server lists"),
         "none": ("none", "-1"),
         "text": ("text", "'9'"),
-        "cut": ("cut", "has size 50"),
-        "more": ("more", f"has size {2 * len(text)}"),
-        "at-a-file": ("a", "http"),
+        "cut": ("cut", f"not the {len(text):,} bytes"),
+        "more": ("more", f"not the {len(text):,} bytes"),
+        "at-a-file": ("a", "unsupported protocol"),
         "in-a-circle": ("a", "redirects"),
         "large": ("large", "File too large"),
         "long": (300 * "x", "File name too long"),
@@ -211,9 +250,10 @@ def test_what_cannot_succeed_is_refused_at_once_and_the_token_stays_with_the_hub
     for repo, (_, named) in files.items():
         assert named in refused[f"some/{repo}"], (repo, refused[f"some/{repo}"])
     assert "trying again" not in err
-    left = [path for path in (tmp_path / "to").rglob("*") if ".cache" not in path.parts]
-    assert [path for path in left if path.is_file()] == [tmp_path / "to/some/moved/a"]
-    assert not list(tmp_path.rglob("*.incomplete")) and not (tmp_path / "to/some/name-0").exists()
+    left = [path for path in (tmp_path / "to").rglob("*") if path.is_file() and path.stat().st_size]
+    (begun,) = parts(tmp_path / "to/some/large")  # which goes on where there is more space
+    assert {*left} == {tmp_path / "to/some/moved/a", begun}
+    assert not (tmp_path / "to/some/name-0").exists()
     assert (tmp_path / "to/some/moved/a").read_bytes() == text
     assert other.log and not any(token for *_, token in other.log)
     assert f"Bearer {TOKEN}" in {token for *_, token in hub.log}

@@ -1,5 +1,6 @@
 """Tables, counts, times and sizes as text for people."""
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -14,7 +15,9 @@ def printable(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """A message without the user and the query of a URL."""
+    """A message without the user and the query of a URL, and without HF_TOKEN."""
+    token = os.environ.get("HF_TOKEN", "").strip()
+    text = text.replace(token, "<HF_TOKEN>") if token else text
     text = re.sub(r"(\w://)[^/\s@\"']*@", r"\1", text)
     return re.sub(r"(https?://[^\s?\"']*)\?[^\s\"']*", r"\1", text)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lingua.tools.storage import fetch, mirror
+from lingua.tools.storage import fetch
 from tests.object_store import ObjectStore
 
 
@@ -21,8 +21,7 @@ def store(
     server: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ObjectStore]:
     """An empty store, which this process and those that it starts use, and their own cache."""
-    monkeypatch.setattr(fetch, "PAUSES_S", (0.01, 0.02, 0.05, None))
-    monkeypatch.setattr(mirror, "PAUSES_S", (0.01, 0.02, 0.05, None))
+    monkeypatch.setattr(fetch, "PAUSES_S", (0.01, 0.02, 0.05))
     for name, value in {**server.environment, "LINGUA_CACHE": str(tmp_path / "cache")}.items():
         monkeypatch.setenv(name, value)
     server.reset()
