@@ -43,6 +43,7 @@ class ObjectStore:
         self.cut = 0  # of the next answers with a body, each breaks off in its middle
         self.ignores_conditions = False  # writes all the same
         self.refuses_conditions = False  # answers 501
+        self.refuses_deletes = False  # answers 403
         self.holds: Callable[[str], bool] = lambda request: False  # "METHOD path": waits for go_on
         self.go_on = threading.Event()
         for key in self.keys():
@@ -75,6 +76,9 @@ class ObjectStore:
             if self.failures:
                 self.failures -= 1
                 start("503 Slow Down", [("Content-Length", "0")])
+                return []
+            if self.refuses_deletes and method == "DELETE":
+                start("403 Forbidden", [("Content-Length", "0")])
                 return []
             if environ.get("HTTP_IF_NONE_MATCH"):
                 if self.refuses_conditions:

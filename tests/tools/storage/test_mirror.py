@@ -6,14 +6,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 import lingua
 from lingua.base.dump_dir import MANIFEST
 from lingua.base.errors import UserError
+from lingua.checkpoint.folder import checksum_of
 from lingua.tools.storage import mirror as mirror_module
 from tests.mistakes import refused
 from tests.programs import wait_for
@@ -145,7 +148,6 @@ def test_an_absent_store_stops_no_training_and_the_next_start_uploads(
 ):
     folder = tmp_path / "run"
     monkeypatch.setattr(mirror_module, "GIVE_UP_S", 0.5)
-    monkeypatch.setattr(mirror_module, "MAX_PAUSE_S", 0.1)
 
     def end_network(step: int) -> None:
         if step == 3:
@@ -158,9 +160,10 @@ def test_an_absent_store_stops_no_training_and_the_next_start_uploads(
     assert "lacks 0000000006, 0000000004" in str(caught.value)
     assert "the same command uploads what is missing" in str(caught.value)
     shown = capsys.readouterr().out
-    assert "0000000004 is not uploaded: " in shown and "trying again in 0.01 s" in shown
+    assert "0000000004 is not uploaded: " in shown and "trying again in 1 s" in shown
     assert "done: 6 steps" in shown and tensors_of(folder) == plain
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 8  # 6 steps, start, stop
+    wait_for(lambda: "mirror" not in {thread.name for thread in threading.enumerate()})
     store.failures = 0
     train(text, folder)
     assert uploaded(store, folder) == ["0000000004-2", "0000000006-2"]
@@ -287,3 +290,87 @@ def test_ranks_without_a_shared_folder_fetch_what_rank_0_decides(store, text, tm
     second = store.get("runs/names/second").decode()
     state = json.loads(store.get(f"runs/{second}/0000000004-2/train_state.json"))
     assert state["tensors"] == tensors_of(one, 4)  # to the bit
+
+
+def test_a_store_that_refuses_to_remove_still_gets_everything(store, text, tmp_path, capsys):
+    folder = tmp_path / "run"
+    store.refuses_deletes = True
+    train(text, folder, checkpoint={"dump": {"every": 1, "keep": 1}})
+    assert "old checkpoints are not removed: " in capsys.readouterr().out
+    assert "0000000006-1" in uploaded(store, folder) and steps_of(folder) == [6]
+    manifests = [p for m, p, _ in store.log if m == "PUT" and p.endswith(MANIFEST)]
+    assert len(manifests) == len(set(manifests))
+
+
+def test_marks_are_kept_where_the_disk_was_lost(store, text, tmp_path):
+    folder, keep_one = tmp_path / "run", {"dump": {"every": 2, "keep": 1}}
+
+    def mark(step: int) -> None:
+        if step == 2:
+            (folder / "checkpoints" / f"{2:010d}.paper").touch()
+
+    follow(config(text, folder, stop_at=4, checkpoint=keep_one), mark)
+    where = f"runs/{run_id(folder)}"
+    store.put(f"{where}/0000000001/file", b"as a copy by hand leaves it")
+    assert uploaded(store, folder) == ["0000000002-1", "0000000004-1"]
+    shutil.rmtree(folder)
+    train(text, folder, checkpoint=keep_one)
+    assert uploaded(store, folder) == ["0000000002-1", "0000000006-2"]
+    assert f"{where}/0000000001/file" in store.keys(where)
+
+
+def test_the_best_there_is_kept_and_no_other_is_uploaded_again(store, text, tmp_path):
+    folder = tmp_path / "run"
+    best = {"dump": {"every": 1, "keep": 1}, "keep_best": True}
+    train(text, folder, stop_at=3, checkpoint=best)
+    where = f"runs/{run_id(folder)}"
+    state = json.loads(store.get(f"{where}/0000000003-1/train_state.json"))
+    content = json.dumps(state | {"held_out": 0.0})  # a loss that no later step has
+    store.put(f"{where}/0000000003-1/train_state.json", content.encode())
+    manifest = json.loads(store.get(f"{where}/0000000003-1/{MANIFEST}"))
+    manifest["files"]["train_state.json"] = {
+        "size": len(content), "xxh3_64": xxhash.xxh3_64_hexdigest(content.encode())
+    }  # fmt: skip
+    manifest["xxh3_64"] = checksum_of(manifest)
+    store.put(f"{where}/0000000003-1/{MANIFEST}", json.dumps(manifest).encode())
+    shutil.rmtree(folder)
+    train(text, folder, checkpoint=best)
+    assert uploaded(store, folder) == ["0000000003-1", "0000000006-2"]
+    written = [p for m, p, _ in store.log if m == "PUT" and "distcp" in p]
+    assert len(written) == len(set(written))
+
+
+def test_a_damaged_checkpoint_here_gives_way_to_one_there(store, text, tmp_path, capsys):
+    folder = tmp_path / "x[1]"
+    train(text, folder, name="x[1]", stop_at=2)
+    (folder / "checkpoints" / f"{2:010d}" / "__0_0.distcp").write_bytes(b"cut")
+    train(text, folder, name="x[1]")
+    assert "taking s3://bucket/runs/" in capsys.readouterr().out and 6 in steps_of(folder)
+
+
+def test_an_absent_store_lets_a_run_go_on_from_its_own_checkpoint(store, text, tmp_path, capsys):
+    folder = tmp_path / "run"
+    train(text, folder, stop_at=2)
+    store.failures = 8  # s3fs itself tries 5 times
+
+    def wait(step: int) -> None:
+        if step == 5:
+            wait_for(lambda: not store.failures)
+
+    follow(config(text, folder), wait)
+    assert "training begins all the same" in capsys.readouterr().out
+    assert uploaded(store, folder) == ["0000000004-2", "0000000006-2"]
+
+
+def test_adapters_resume_over_the_checkpoint_that_they_began_with(store, text, tmp_path):
+    """Of a run in a store, which has gone on meanwhile."""
+    base, folder = tmp_path / "base", tmp_path / "run"
+    keep_all = {"dump": {"every": 2}}
+    train(text, base, stop_at=2, checkpoint=keep_all)
+    init = {"init_from": f"s3://bucket/runs/{run_id(base)}", "mirror": None}
+    keys = config(text, folder, name="lora", stop_at=2, checkpoint=init)
+    keys["lora"] = {"rank": 2}
+    lingua.train("apps.lora", keys)
+    train(text, base, checkpoint=keep_all)
+    record = lingua.train("apps.lora", keys | {"stop_at": 4})
+    assert record.config["checkpoint.init_from"].endswith(f"/{run_id(base)}/0000000002-1")
