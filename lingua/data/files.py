@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from lingua.base.errors import UserError, nearest
-from lingua.base.urls import fetch_objects, is_url, matching_objects, place_of
+from lingua.base.urls import fetch_objects, is_url, matching_objects
 
 STDLIB = "stdlib"
 # Names may leave them out.
@@ -140,8 +140,8 @@ def _match(name: str, root_dir: Path, patterns: Iterable[str]) -> list[FilePart]
 
 def _match_url(pattern: str) -> list[FilePart]:
     return [
-        FilePart(url, place_of(url), size, version, begin=0, end=size)
-        for url, size, version in matching_objects(pattern)
+        FilePart(url, place, size, version, begin=0, end=size)
+        for url, place, size, version in matching_objects(pattern)
         if "/." not in url and (url == pattern or not is_description(url))
     ]
 
@@ -149,9 +149,12 @@ def _match_url(pattern: str) -> list[FilePart]:
 def make_local(files: list[FilePart]) -> list[FilePart]:
     """Download what URLs name and this machine does not have as it was listed. Returns the files
     with their places here. Raises UserError."""
-    if remote := [file for file in files if is_url(file.path)]:
-        fetch_objects((file.path, file.size, file.mtime_ns) for file in remote)
-    return [replace(f, full=place_of(f.path)) if f in remote else f for f in files]
+    remote = [file for file in files if is_url(file.path)]
+    if not remote:
+        return files
+    fetched = fetch_objects((file.path, file.size, file.mtime_ns) for file in remote)
+    places = dict(zip((file.path for file in remote), fetched, strict=True))
+    return [replace(file, full=places.get(file.path, file.full)) for file in files]
 
 
 def _find_source(name: str, root_dir: Path, key: str) -> Path:

@@ -227,7 +227,7 @@ def has_tokens(name: str, args: DataArgs, files: list[FilePart]) -> bool:
         return False
     from lingua.data.token_formats import find_form
 
-    return find_form(name, args, files) is not None
+    return find_form(name, args, make_local(files)) is not None
 
 
 def source_files(name: str, args: DataArgs) -> list[FilePart]:

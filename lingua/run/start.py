@@ -22,7 +22,7 @@ from lingua.app import App, Built, choose_app
 from lingua.base.dump_dir import CONFIG, FILES, FOLDERS, SURVIVORS
 from lingua.base.errors import UserError, check_array, tool_needed_by
 from lingua.base.format import counted
-from lingua.base.urls import is_url
+from lingua.base.urls import url_of_copy
 from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.folder import Checkpoint, check_run_id, published, write_run_id
 from lingua.checkpoint.run_config import load_run
@@ -323,8 +323,8 @@ def check_run(
         from lingua.checkpoint.origin import find_base  # imported where there is one
 
         origin = origin or find_base(args.checkpoint, saved, app)
-        if not is_url(args.checkpoint.init_from):  # a run may have newer checkpoints
-            args.checkpoint.init_from = str(origin.source.path)
+        base = args.checkpoint.init_from or ""  # a run may have newer checkpoints
+        args.checkpoint.init_from = url_of_copy(base, origin.source.path)
     elif saved is not None and args.checkpoint.init_from is not None:
         logger.info(f"{args.checkpoint.init_from} is not read: this run has checkpoints of its own")
     if args.distributed.float8 is not None:
@@ -345,12 +345,12 @@ def look(
     last published first, and the global batch size that an earlier start decided. Raises UserError
     for data that cannot be read, and for checkpoints of another run or that are all damaged."""
     data.check(args, tokenizer)
-    root, key = args.checkpoint_folder, "data.global_batch_size"
-    check_run_id(root, args.folder)
     if args.logging.trackers:
         with tool_needed_by("logging.to"):
             from lingua.tools.trackers import check_packages
         check_packages(args.logging)
+    root, key = args.checkpoint_folder, "data.global_batch_size"
+    check_run_id(root, args.folder)
     found, rows = published(root, logger.warning), None
     config_file = args.folder / CONFIG
     if args.data.global_batch_size is None and not found and config_file.exists():

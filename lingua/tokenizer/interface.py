@@ -40,8 +40,12 @@ class TokenizerArgs:
             return
         if not self.path:
             yield "path", f"must be given for the tokenizer {self.name}: {FILE_KINDS[self.name]}"
-        elif not os.path.isfile(self.file):
-            yield "path", f"must be {FILE_KINDS[self.name]}; {self.file} is not a file"
+        else:
+            try:
+                if not os.path.isfile(self.file):
+                    yield "path", f"must be {FILE_KINDS[self.name]}; {self.file} is not a file"
+            except UserError as error:  # of a URL
+                yield "path", str(error)
 
     @property
     def file(self) -> Path:

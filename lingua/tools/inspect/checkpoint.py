@@ -10,7 +10,7 @@ from lingua.base.dump_dir import STATE
 from lingua.base.errors import UserError
 from lingua.base.files import read_json
 from lingua.base.format import human_bytes, printable
-from lingua.base.urls import local_copy
+from lingua.base.urls import is_url, local_copy
 from lingua.checkpoint.changes import changes_table, check_changes, check_config, check_data
 from lingua.checkpoint.folder import Checkpoint, read_state
 from lingua.checkpoint.origin import locate
@@ -106,6 +106,8 @@ def diff_command(folder: str, *arguments: str) -> None:
 
 
 def mark_command(folder: str, name: str = "keep") -> None:
+    if is_url(folder):
+        raise UserError(f"{folder}: the run that has it here can be marked, and uploads its marks")
     path = _newest(folder).path
     if name == BEST:
         raise UserError(f"mark {BEST}: is that of the lowest held-out loss, and put by training")

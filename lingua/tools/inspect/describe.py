@@ -10,6 +10,7 @@ from lingua.base.errors import UserError
 from lingua.base.format import align, counted
 from lingua.data.args import DataArgs
 from lingua.data.chat import ChatRows
+from lingua.data.files import make_local
 from lingua.data.rows import Rows
 from lingua.data.shards import Source
 from lingua.data.sources import source_files
@@ -141,7 +142,8 @@ def find_record(source: Source, span: DocumentSpan, args: DataArgs, tokenizer: T
     try:
         examples = open_conversations(args, tokenizer, source.name)
         files = {file.path: file for file in source_files(source.name, args)}
-        parts = [replace(files[part.path], begin=part.begin, end=part.end) for part in inputs]
+        here = make_local([files[part.path] for part in inputs])
+        parts = [replace(f, begin=p.begin, end=p.end) for f, p in zip(here, inputs, strict=True)]
         trained = (
             (part, record)
             for part in parts

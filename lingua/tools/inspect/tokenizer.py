@@ -12,7 +12,7 @@ from tqdm import tqdm
 from lingua.base.errors import UserError
 from lingua.base.format import counted
 from lingua.data.args import DataArgs
-from lingua.data.files import FilePart
+from lingua.data.files import FilePart, make_local
 from lingua.data.shards import Manifest
 from lingua.data.sources import has_tokens, source_files
 from lingua.data.stream import shares
@@ -66,7 +66,7 @@ def mixture_texts(args: DataArgs, max_bytes: int) -> Iterator[str]:
     to read every source once. Raises UserError."""
     args.read_sources()  # raises where there are none
     weights = {name: float(share) for name, share in shares(args.sources).items()}
-    files = {name: source_files(name, args) for name in weights}
+    files = {name: make_local(source_files(name, args)) for name in weights}
     for name, source_parts in files.items():
         if has_tokens(name, args, source_parts):
             raise UserError(f"{args.source_key(name)}: has files of tokens; must be text")
