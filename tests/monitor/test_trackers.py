@@ -19,8 +19,9 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from lingua.monitor.args import LoggingArgs, TrackioArgs
 from lingua.tools import trackers as tracking
+from lingua.tools.inference.benchmarks import job_arguments
 from lingua.tools.trackers import Trackers, check_packages
-from tests.apps.runs import SMALL, write_sources
+from tests.apps.runs import SMALL, arguments, write_sources
 from tests.disk import full_disk
 from tests.mistakes import refused
 from tests.programs import python, wait_for
@@ -358,3 +359,15 @@ def test_the_group_of_a_tracker_chooses_it_too():
     assert LoggingArgs().trackers == {}
     both = LoggingArgs(to=["tensorboard", "tensorboard"], trackio=TrackioArgs("mine"))
     assert both.trackers == {"tensorboard": None, "trackio": TrackioArgs("mine")}
+
+
+def test_a_job_that_evaluates_has_a_run_of_wandb_where_its_run_has():
+    def given(to: str) -> dict[str, str]:
+        args = arguments({"logging.to": to, "eval.tasks": "[choice]"})
+        words = (word.partition("=") for word in job_arguments(args, Path("checkpoint"), 3))
+        return {key: value for key, _, value in words if key.startswith("wandb.")}
+
+    assert (
+        given("[wandb]").items() >= {"wandb.project": '"lingua"', "wandb.group": '"small"'}.items()
+    )
+    assert given("[tensorboard,trackio]") == {}
