@@ -88,14 +88,15 @@ def _remove(folder: Path) -> None:
 
 
 def to_keep(checkpoints: list[Checkpoint], args: CheckpointArgs) -> list[Checkpoint]:
-    """Returns the checkpoints that options and marks keep; `checkpoints` is newest first."""
+    """Those of the checkpoints, newest first, that options and marks keep, each once."""
     evals = [c for c in checkpoints if args.eval.every > 0 and c.step % args.eval.every == 0]
     keep = checkpoints[: args.dump.keep] if args.dump.keep > 0 else list(checkpoints)
     keep += [c for c in checkpoints if set(marks(c.path)) - {BEST}]
     keep += evals[: args.eval.keep] if args.eval.keep > 0 else evals
     if args.keep_every > 0:
         keep += [c for c in checkpoints if c.step % args.keep_every == 0]
-    return keep + best(checkpoints) if args.keep_best else keep
+    keep += best(checkpoints) if args.keep_best else []
+    return [c for c in checkpoints if c in keep]
 
 
 def best(checkpoints: list[Checkpoint]) -> list[Checkpoint]:

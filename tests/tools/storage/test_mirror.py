@@ -16,7 +16,9 @@ import xxhash
 import lingua
 from lingua.base.dump_dir import MANIFEST
 from lingua.base.errors import UserError
-from lingua.checkpoint.folder import checksum_of
+from lingua.checkpoint.args import CheckpointArgs
+from lingua.checkpoint.folder import checksum_of, find
+from lingua.checkpoint.retention import to_keep
 from lingua.tools.storage import mirror as mirror_module
 from tests.mistakes import refused
 from tests.programs import wait_for
@@ -338,6 +340,8 @@ def test_the_best_there_is_kept_and_no_other_is_uploaded_again(store, text, tmp_
     assert uploaded(store, folder) == ["0000000003-1", "0000000006-2"]
     written = [p for m, p, _ in store.log if m == "PUT" and "distcp" in p]
     assert len(written) == len(set(written))
+    here = find(folder / "checkpoints")
+    assert to_keep(here, CheckpointArgs(keep_best=True)) == here  # the best of them is there once
 
 
 def test_a_damaged_checkpoint_here_gives_way_to_one_there(store, text, tmp_path, capsys):
