@@ -38,12 +38,7 @@ from lingua.checkpoint.folder import (
     read_checkpoint,
     unpublished,
 )
-from lingua.parallel.mesh import (
-    gather_on_every_rank,
-    gather_on_rank_0,
-    on_rank_0,
-    world_sum_,
-)
+from lingua.parallel.mesh import gather_on_every_rank, gather_on_rank_0, on_rank_0, world_sum_
 
 BLOCK = 1 << 20  # bytes of small writes that are collected
 

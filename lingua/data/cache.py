@@ -18,14 +18,7 @@ import numpy as np
 
 from lingua.base.files import file_size, load_json, write_atomically
 from lingua.data.args import DataArgs, SourceFiles
-from lingua.data.files import (
-    IO_THREADS,
-    STDLIB,
-    FilePart,
-    hash_part,
-    is_description,
-    make_local,
-)
+from lingua.data.files import IO_THREADS, STDLIB, FilePart, hash_part, is_description, make_local
 from lingua.data.shards import FORMAT_VERSION, N_KINDS, SHARDS_MANIFEST, Manifest
 from lingua.tokenizer.interface import Tokenizer
 

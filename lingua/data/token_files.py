@@ -17,10 +17,7 @@ from lingua.base.format import counted, human_bytes
 from lingua.data.args import DataArgs
 from lingua.data.cache import TOKEN_RECORD, describe_tokenizer, shard_folder
 from lingua.data.files import IO_THREADS, FilePart, hash_part, make_local
-from lingua.data.shards import (
-    SHARDS_MANIFEST,
-    SPLITS,
-)
+from lingua.data.shards import SHARDS_MANIFEST, SPLITS
 from lingua.data.token_formats import find_form, open_file
 from lingua.data.token_source import TokenSource
 from lingua.tokenizer.interface import Tokenizer

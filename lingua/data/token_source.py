@@ -25,15 +25,7 @@ from lingua.base.errors import UserError
 from lingua.data.documents import DocumentMarks
 from lingua.data.files import IO_THREADS
 from lingua.data.rows import Documents
-from lingua.data.shards import (
-    FORMAT_VERSION,
-    SPLITS,
-    Budget,
-    Manifest,
-    Shard,
-    Source,
-    Split,
-)
+from lingua.data.shards import FORMAT_VERSION, SPLITS, Budget, Manifest, Shard, Source, Split
 from lingua.data.stream import RowStream, mix
 from lingua.data.token_formats import TokenFile
 from lingua.tokenizer.interface import Tokenizer

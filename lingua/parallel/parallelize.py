@@ -13,16 +13,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.gradients import Sharded
 from lingua.parallel.mesh import cp_group, cp_size
-from lingua.parallel.plan import (
-    ParallelPlan,
-    blocks_of,
-    check_layout,
-    matching,
-    modules_of,
-)
-from lingua.parallel.torch_private import (
-    checkpoint_wrapper,
-)
+from lingua.parallel.plan import ParallelPlan, blocks_of, check_layout, matching, modules_of
+from lingua.parallel.torch_private import checkpoint_wrapper
 
 
 def parallelize_model(

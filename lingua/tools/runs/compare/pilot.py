@@ -28,13 +28,7 @@ from lingua.tools.runs.compare.arms import (
 )
 from lingua.tools.runs.compare.axis import Axes
 from lingua.tools.runs.compare.comparison import compare_all
-from lingua.tools.runs.compare.statistics import (
-    MAX_PAIRS,
-    NO_SPREAD,
-    PILOT,
-    POWER,
-    Spread,
-)
+from lingua.tools.runs.compare.statistics import MAX_PAIRS, NO_SPREAD, PILOT, POWER, Spread
 from lingua.tools.runs.compare.text import UNITS, about, wrapped
 
 
