@@ -9,13 +9,15 @@ again downloads what is missing. A repository that is not public needs HF_TOKEN.
 
 import argparse
 import re
+import sys
 from pathlib import Path
 
-from hub import fetch
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # it runs without an installation
 
 from lingua.base.errors import UserError, nearest
 from lingua.data.files import find_files
 from lingua.parallel.program import run_program
+from lingua.tools.storage.fetch import download_matching
 
 # name -> (repository, patterns); a * goes across folders
 DATA_SETS = {
@@ -46,7 +48,7 @@ def main() -> None:
     if re.fullmatch(r"[^./\\][^/\\]*", name) is None:
         raise UserError(f'--name "{name}": must be the name of a folder in --dir, without a path')
     folder = args.dir / name
-    wanted = fetch(f"datasets/{repo}", patterns, folder)
+    wanted = download_matching(f"hf://datasets/{repo}", patterns, folder)
 
     files = {file.path for file in find_files(name, args.dir)}
     print(f"{folder} has all {len(wanted):,} files")
@@ -57,23 +59,16 @@ def main() -> None:
 
 def choose(data: str, patterns: list[str] | None) -> tuple[str, list[str]]:
     """(repository, patterns) of what was asked for."""
-    if data in DATA_SETS:
-        if patterns:
-            raise UserError(
-                f"--pattern: {data} has its own; name the repository: {DATA_SETS[data][0]}"
-            )
-        return DATA_SETS[data]
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", data) is None:
-        raise UserError(
-            f'"{data}": must be one of {", ".join(DATA_SETS)}, or a repository owner/name'
-            f"{nearest(data, DATA_SETS)}"
-        )
-    if not patterns:
+    repo, known = DATA_SETS.get(data, (data, []))
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", repo) is None:
+        need = f"must be one of {', '.join(DATA_SETS)}, or a repository owner/name"
+        raise UserError(f'"{data}": {need}{nearest(data, DATA_SETS)}')
+    if not patterns and not known:
         raise UserError(
             f"--pattern: must be given for a repository, so that only text is taken of {data}, "
             "such as '*.parquet' or 'data/*.jsonl'"
         )
-    return data, patterns
+    return repo, patterns or known
 
 
 if __name__ == "__main__":

@@ -8,19 +8,20 @@ Llama and Gemma are gated: ask for access on the hub, then set HF_TOKEN to a tok
 
 import argparse
 import base64
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from hub import fetch
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # it runs without an installation
 
 from lingua.base.errors import UserError, nearest
 from lingua.base.files import write_atomically
 from lingua.parallel.program import run_program
 from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
-from lingua.tools.storage.fetch import retrying
+from lingua.tools.storage.fetch import download_matching, retrying
 
 Kind = Literal["sp", "tiktoken"]
 # name -> (repository, file, data.tokenizer.name)
@@ -41,7 +42,7 @@ def main() -> None:
     if args.name in HUB_TOKENIZERS:
         kind: Kind
         repo, file, kind = HUB_TOKENIZERS[args.name]
-        fetch(repo, [file], args.dir / args.name)
+        download_matching(f"hf://{repo}", [file], args.dir / args.name)
         path = args.dir / args.name / file
     else:
         kind, path = "tiktoken", fetch_encoding(args.name, args.dir)

@@ -174,16 +174,15 @@ def test_text_of_the_hub_is_a_source_without_a_script(hub, tmp_path):
 
 SOURCE = """
 import sys
-from lingua.base.urls import fetch_objects, matching_objects
+from lingua.base.urls import storage
 from lingua.parallel.program import run_program
 def main():
-    found = matching_objects(sys.argv[1]) or sys.exit("no file matches")
-    fetch_objects((url, size, version) for url, _, size, version in found)
+    store = storage(sys.argv[1])
+    store.download(store.list_remote(sys.argv[1]) or sys.exit("no file matches"))
 run_program(main)
 """
 FETCH = """
-import sys; sys.path.insert(0, 'setup')
-import hub, resource
+import resource, sys
 from pathlib import Path
 from lingua.base.errors import UserError
 from lingua.tools.storage import fetch
@@ -191,7 +190,7 @@ fetch.PAUSES_S = (0.01, 0.01)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))  # as a disk of that size
 for repo in sys.argv[2:]:
     try:
-        hub.fetch(f"datasets/{repo}", ["*"], Path(sys.argv[1], repo))
+        fetch.download_matching(f"hf://datasets/{repo}", ["*"], Path(sys.argv[1], repo))
     except UserError as error:
         print("refused", repo, ascii(str(error)))
 """

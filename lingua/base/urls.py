@@ -1,8 +1,9 @@
 """URLs in a configuration: what object stores have, which lingua.tools.storage fetches."""
 
+import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from lingua.base.errors import tool_needed_by
 
@@ -23,40 +24,41 @@ def wrong_url(url: str) -> str:
     return ""
 
 
+class RemoteFile(NamedTuple):
+    """An object of a store, as it was when it was listed."""
+
+    url: str
+    size: int  # bytes
+    version: int  # whole seconds, in ns, made of its etag: the time of its copy here
+
+    @property
+    def local(self) -> Path:
+        return local_path(self.url)
+
+
+def local_path(url: str) -> Path:
+    """Where the cache has what a URL names."""
+    scheme, _, rest = url.partition("://")
+    cache = Path(os.environ.get("LINGUA_CACHE") or "~/.cache/lingua").expanduser()
+    return cache / scheme / rest.strip("/")
+
+
 def local_copy(path: str | Path, alone: bool = False) -> Path:
     """The path, or that of the copy here of what a URL names: a file, the folder of a model, or the
     newest checkpoint below it. Called by every rank, or by a process that is `alone` or without a
     group. Raises UserError."""
-    if not is_url(path):
-        return Path(path)
-    with tool_needed_by(str(path)):
-        from lingua.tools.storage.fetch import fetched
-    return fetched(str(path), alone)
+    return storage(str(path)).fetched(str(path), alone) if is_url(path) else Path(path)
 
 
 def url_of_copy(url: str, path: Path) -> str:
     """What a config records of `path`, which `local_copy` of `url` has: that may name a run, which
     goes on, and this a checkpoint of it. The path itself, where that is no URL."""
-    if not is_url(url):
-        return str(path)
+    copied = url.rstrip("/") + str(path).removeprefix(str(local_path(url)))
+    return copied if is_url(url) else str(path)
+
+
+def storage(url: str) -> Any:
+    """The tool that lists and downloads what a URL names. Raises UserError where there is none."""
     with tool_needed_by(url):
-        from lingua.tools.storage.fetch import local_path
-    return url.rstrip("/") + str(path).removeprefix(str(local_path(url)))
-
-
-def matching_objects(pattern: str) -> list[tuple[str, str, int, int]]:
-    """The objects that the URL `pattern` names, sorted: their URLs, their places on this machine
-    once they are fetched, bytes, and a number made of the etag. Raises UserError."""
-    with tool_needed_by(pattern):
-        from lingua.tools.storage.fetch import list_remote
-    return [(file.url, str(file.local), file.size, file.version) for file in list_remote(pattern)]
-
-
-def fetch_objects(objects: Iterable[tuple[str, int, int]]) -> list[str]:
-    """Download objects (URL, bytes, number made of the etag) that this machine does not have in
-    this version. Returns their places. Raises UserError."""
-    with tool_needed_by("reading URLs"):
-        from lingua.tools.storage.fetch import RemoteFile, download
-    files = [RemoteFile(*each) for each in objects]
-    download(files)
-    return [str(file.local) for file in files]
+        from lingua.tools.storage import fetch
+    return fetch

@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from lingua.base.errors import UserError, nearest
-from lingua.base.urls import fetch_objects, is_url, matching_objects
+from lingua.base.urls import RemoteFile, is_url, local_path, storage
 
 STDLIB = "stdlib"
 # Names may leave them out.
@@ -140,21 +140,19 @@ def _match(name: str, root_dir: Path, patterns: Iterable[str]) -> list[FilePart]
 
 def _match_url(pattern: str) -> list[FilePart]:
     return [
-        FilePart(url, place, size, version, begin=0, end=size)
-        for url, place, size, version in matching_objects(pattern)
-        if "/." not in url and (url == pattern or not is_description(url))
+        FilePart(file.url, str(file.local), file.size, file.version, begin=0, end=file.size)
+        for file in storage(pattern).list_remote(pattern)
+        if "/." not in file.url and (file.url == pattern or not is_description(file.url))
     ]
 
 
 def make_local(files: list[FilePart]) -> list[FilePart]:
     """Download what URLs name and this machine does not have as it was listed. Returns the files
     with their places here. Raises UserError."""
-    remote = [file for file in files if is_url(file.path)]
-    if not remote:
-        return files
-    fetched = fetch_objects((file.path, file.size, file.mtime_ns) for file in remote)
-    places = dict(zip((file.path for file in remote), fetched, strict=True))
-    return [replace(file, full=places.get(file.path, file.full)) for file in files]
+    remote = [RemoteFile(f.path, f.size, f.mtime_ns) for f in files if is_url(f.path)]
+    if remote:
+        storage(remote[0].url).download(remote)
+    return [replace(f, full=str(local_path(f.path))) if is_url(f.path) else f for f in files]
 
 
 def _find_source(name: str, root_dir: Path, key: str) -> Path:

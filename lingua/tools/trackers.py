@@ -50,11 +50,12 @@ class Trackers:
     ) -> None:
         """Start them, and wait WAIT_S at most, so that no step begins while packages are imported.
         What an earlier start has sent of later steps than `step` is removed where that can be."""
-        kinds: dict[str, Callable[..., Tracker]] = {"wandb": Wandb, "tensorboard": TensorBoard}
-        kinds["trackio"] = Trackio
+        kinds = {"wandb": Wandb, "tensorboard": TensorBoard, "trackio": Trackio}
         run = name, dict(config), folder, step
-        trackers = args.trackers.items()
-        self.threads = [TrackerThread(k, partial(kinds[k], given, *run)) for k, given in trackers]
+        self.threads = [
+            TrackerThread(kind, partial(kinds[kind], given, *run))
+            for kind, given in args.trackers.items()
+        ]
         end = time.monotonic() + WAIT_S
         for thread in self.threads:
             if not thread.started.wait(max(0.0, end - time.monotonic())):
@@ -208,13 +209,10 @@ class TensorBoard:
         self._write(step=step + 1, session_log=SessionLog(status=SessionLog.START))
         sources = [*config.get("data.sources", ()), *config.get("validation.sources", ())]
         metrics = ["loss", *(f"validation/{source}/nats_per_byte" for source in sources)]
-        plain = int, float, str, type(None)
-        given = {
-            k: v if type(v) in plain else json.dumps(v, default=str) for k, v in config.items()
-        }
-        experiment, session, _ = hparams(given, dict.fromkeys(metrics, 0.0))
-        self._write(summary=experiment)
-        self._write(summary=session)
+        plain, as_text = (int, float, str, type(None)), partial(json.dumps, default=str)
+        given = {k: v if type(v) in plain else as_text(v) for k, v in config.items()}
+        for summary in hparams(given, dict.fromkeys(metrics, 0.0))[:2]:  # experiment and session
+            self._write(summary=summary)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         numbers = {tag: float(value) for tag, value in values.items() if isinstance(value, Real)}

@@ -14,10 +14,10 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import astuple, dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import starmap
 from pathlib import Path
@@ -29,9 +29,9 @@ from tqdm import tqdm
 from lingua.base.dump_dir import MANIFEST, METADATA
 from lingua.base.errors import UserError, import_optional
 from lingua.base.files import sync_folder
-from lingua.base.format import counted, human_bytes
+from lingua.base.format import CONTROL, counted, human_bytes
 from lingua.base.lock import POLL_S, claimed
-from lingua.base.urls import wrong_url
+from lingua.base.urls import RemoteFile, local_path, wrong_url
 
 PART_BYTES = 16 << 20  # of a request
 THREADS = 8  # files at a time
@@ -45,40 +45,15 @@ VERSION_KEYS = "ETag etag md5Hash blob_id xet_hash generation LastModified Last-
 VERSION_KEYS += "last_modified mtime created"
 # One of them is in every folder of a model or tokenizer that another program has written
 MODEL_FILES = {"config.json", "adapter_config.json", "tokenizer.json", "params.json", METADATA}
-HUB = "https://huggingface.co"
 HUB_REPO = re.compile("hf://((?:datasets/|spaces/)?[^/]+/[^/@:]+)")
 # A checkpoint's folder, in a mirror with the number of the start that has uploaded it
 STEP = re.compile(r"\d{10}(?:-(\d+))?")
 
+# A part that is empty, "." or "..", one that is a drive or a path of Windows, two lines
+BAD_PATH = re.compile(rf"(^|/)(\.{{0,2}}(/|$)|[A-Za-z]:)|[\\\t\n]|{CONTROL.pattern}")
+
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RemoteFile:
-    """An object of a store, as it was when it was listed."""
-
-    url: str
-    size: int  # bytes
-    version: int  # whole seconds, in ns, made of its etag
-
-    @property
-    def local(self) -> Path:
-        return local_path(self.url)
-
-    def is_at(self, place: Path) -> bool:
-        """Whether this file here is a whole copy of it."""
-        with suppress(OSError):
-            info = place.stat()
-            return (info.st_size, info.st_mtime_ns) == (self.size, self.version)
-        return False
-
-
-def local_path(url: str) -> Path:
-    """Where the cache has what a URL names."""
-    scheme, _, rest = url.partition("://")
-    cache = Path(os.environ.get("LINGUA_CACHE") or "~/.cache/lingua").expanduser()
-    return cache / scheme / rest.strip("/")
 
 
 # ---- asking a store
@@ -125,8 +100,8 @@ def retrying(work: Callable[[], T], what: str, pause: Callable[[float], object] 
             why += f" (HTTP {status})" * (status > 0)
             if status in (401, 403, 404) and (repo := HUB_REPO.match(what)):
                 has = "is set" if hub_token() else "is not set"
-                why += f"; is it gated or private? Ask for access at {HUB}/{repo[1]}, then set "
-                why += f"HF_TOKEN to a token of that account (HF_TOKEN {has})"
+                why += f"; is it gated or private? Ask at https://huggingface.co/{repo[1]}, then"
+                why += f" set HF_TOKEN to a token of that account (HF_TOKEN {has})"
             failure = UserError(why)  # without secrets
             refused = 400 <= status < 500 and status not in RETRIED_STATUS
             if pause_s is None or refused or re.search(NOT_RETRIED, type(error).__name__):
@@ -167,6 +142,9 @@ def listing(url: str) -> list[RemoteFile]:
 
 def remote_file(fs: Any, name: str, info: dict[str, Any]) -> RemoteFile:
     url = fs.unstrip_protocol(name)
+    if BAD_PATH.search(url.partition("://")[2].removeprefix("/")):
+        need = "must be the path of a file in a folder, without .., \\ and control characters"
+        raise UserError(f"{url!r} of that store: {need}")
     if not isinstance(size := info.get("size"), int) or size < 0:
         raise UserError(f"{url}: its server does not tell its size, but {size!r}")
     known = next((str(info[key]) for key in VERSION_KEYS.split() if info.get(key)), None)
@@ -232,8 +210,8 @@ def fetched(url: str, alone: bool = False) -> Path:
     return place
 
 
-def _choose(url: str) -> tuple[str, list[Any]]:
-    """The URL of a file or folder, and its files, as values of JSON."""
+def _choose(url: str) -> tuple[str, list[RemoteFile]]:
+    """The URL of a file or folder, and its files."""
     files, place = list_remote(url), url.rstrip("/")
     if not files:
         raise UserError(f"{url}: no such object or folder")
@@ -243,20 +221,18 @@ def _choose(url: str) -> tuple[str, list[Any]]:
         if newest[0] == place and not {MANIFEST, *MODEL_FILES} & model.keys():
             raise UserError(f"{url}: must have a whole checkpoint, or the files of a model")
         place, _, files = newest
-    return place, [astuple(file) for file in files]
+    return place, files
 
 
 def download(files: Iterable[RemoteFile], folder: Path | None = None, url: str = "") -> None:
     """Bring files to the cache, or those below `url` to a folder, but for those that are there as
     they are now. One that was begun goes on where it ended. Raises UserError."""
     places = {f: folder / f.url.removeprefix(f"{url}/") if folder else f.local for f in files}
-    missing = {file: place for file, place in places.items() if not file.is_at(place)}
+    missing = {file: place for file, place in places.items() if not _is_copy(place, file)}
     if not missing:
         return
     total, stopped = sum(file.size for file in missing), threading.Event()
-    left = total - sum(
-        os.path.getsize(p) for p in starmap(_part, missing.items()) if os.path.exists(p)
-    )
+    left = total - sum(p.stat().st_size for p in starmap(_part, missing.items()) if p.exists())
     at = folder or local_path("")
     free = shutil.disk_usage(next(p for p in (at, *at.absolute().parents) if p.exists())).free
     if left > free:
@@ -275,6 +251,19 @@ def download(files: Iterable[RemoteFile], folder: Path | None = None, url: str =
             threads.shutdown(cancel_futures=True)
 
 
+def download_matching(url: str, patterns: Sequence[str], folder: Path) -> set[str]:
+    """Download the files below `url` that match a pattern, in which a * goes across folders, to
+    their paths in `folder`, which are returned. Raises UserError."""
+    files = {file.url.removeprefix(f"{url}/"): file for file in list_remote(url)}
+    wanted = {path for path in files if any(fnmatchcase(path, pattern) for pattern in patterns)}
+    if not wanted:
+        some = f", as {', '.join(sorted(files)[:5])}" if files else ""
+        matches = f"no file of {url} matches {' or '.join(patterns)}"
+        raise UserError(f"{matches}: it has {len(files):,} files{some}")
+    download([files[path] for path in sorted(wanted)], folder, url)
+    return wanted
+
+
 @contextmanager
 def _locked(path: Path, stopped: threading.Event) -> Iterator[bool]:
     """Hold a lock once it is free. Yields whether it is held: the wait may be `stopped`."""
@@ -285,6 +274,13 @@ def _locked(path: Path, stopped: threading.Event) -> Iterator[bool]:
                 return
         stopped.wait(POLL_S)
     yield False
+
+
+def _is_copy(place: Path, file: RemoteFile) -> bool:
+    with suppress(OSError):
+        info = place.stat()
+        return (info.st_size, info.st_mtime_ns) == (file.size, file.version)
+    return False
 
 
 def _part(file: RemoteFile, place: Path) -> Path:
@@ -302,7 +298,7 @@ def _download(
         place.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
             locked = held.enter_context(_locked(place.with_name(f"{place.name}.lock"), stopped))
-            if not locked or file.is_at(place):  # another process has brought it
+            if not locked or _is_copy(place, file):  # another process has brought it
                 return
             out = held.enter_context(open(part, "ab"))
             progress(at := out.tell())

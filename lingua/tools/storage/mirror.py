@@ -29,6 +29,7 @@ from lingua.checkpoint.folder import Checkpoint, find, read_checkpoint, unpublis
 from lingua.checkpoint.retention import BEST, marks, to_keep
 from lingua.checkpoint.saved import wrong_files
 from lingua.checkpoint.saver import Saver
+from lingua.parallel.mesh import on_rank_0
 from lingua.parallel.signals import StopRequest
 from lingua.tools.storage.fetch import (
     STEP,
@@ -47,6 +48,7 @@ from lingua.tools.storage.fetch import (
 MAX_PAUSE_S = 300.0  # between two attempts
 GIVE_UP_S = 600.0  # of attempts that fail, at the end of a run
 LEAVE_S = 30.0  # after a signal or an error: the next start uploads the rest
+TRAINING, CLOSING, LEFT = range(3)  # CLOSING: what waits is uploaded
 KEY = "checkpoint.mirror"
 logger = logging.getLogger(__name__)
 
@@ -54,25 +56,27 @@ logger = logging.getLogger(__name__)
 class Mirror:
     """The uploads of a start, by rank 0. A context manager, which is left once they are done."""
 
-    def __init__(self, url: str, name: str, saver: Saver, stop: StopRequest) -> None:
+    def __init__(
+        self, url: str, name: str, dump_dir: Path, saver: Saver, stop: StopRequest
+    ) -> None:
         self.url, self.saver, self.stop = url.rstrip("/"), saver, stop
-        self.name_url = f"{self.url}/names/{name}"
+        self.name_url, self.id_file = f"{self.url}/names/{name}", dump_dir / RUN_ID
         self.run_id = self.folder = ""  # and the URL of the run's folder
         self.number = 0  # of this start there; 0: it has not reached the store yet
         # By URL; their paths are those here, and a later start's have higher serials
         self.uploaded: dict[str, Checkpoint] = {}
         self._waiting: list[Checkpoint] = []  # the first is under way
         self._failing_since: float | None = None  # time.monotonic
-        self._changed = threading.Condition()  # of what is uploaded and waiting
-        self._closing, self._left = threading.Event(), threading.Event()
+        self._phase = TRAINING
+        self._changed = threading.Condition()  # of what is uploaded and waiting, and of the phase
         self._thread = threading.Thread(target=self._upload_all, name="mirror", daemon=True)
 
     # ---- before the first step, on rank 0
 
-    def restore(self, dump_dir: Path) -> None:
+    def restore(self) -> None:
         """Where the run has no checkpoint here, bring the newest one that is whole and verifies.
         Raises UserError."""
-        own, root = dump_dir / RUN_ID, self.saver.root
+        own, root = self.id_file, self.saver.root
         if find(root):
             return
         what = f"{KEY} = {self.url}: cannot be read"
@@ -108,10 +112,14 @@ class Mirror:
         sync_folder(self.saver.root)
         return True
 
-    def begin(self, dump_dir: Path) -> None:
+    def __enter__(self) -> Self:
+        on_rank_0(self._begin)
+        return self
+
+    def _begin(self) -> None:
         """Take the run's folder in the store, and begin to upload what it lacks. Where the store is
         absent, training begins all the same. Raises UserError where another run has the name."""
-        self.run_id = (dump_dir / RUN_ID).read_text()
+        self.run_id = self.id_file.read_text()
         self.folder = f"{self.url}/{self.run_id}"
         try:
             self._claim()
@@ -184,12 +192,11 @@ class Mirror:
             under_way = self._waiting[:1]
             self._waiting = under_way + [c for c in self._missing() if c not in under_way]
             self._changed.notify_all()
-            return [] if self._left.is_set() else [c.path for c in self._waiting]
+            return [] if self._phase == LEFT else [c.path for c in self._waiting]
 
     def _missing(self) -> list[Checkpoint]:
         """What is kept and not there, the newest first."""
-        there = self.uploaded.values()
-        return [c for c in self._kept() if c not in there]
+        return [c for c in self._kept() if c not in self.uploaded.values()]
 
     def _kept(self) -> list[Checkpoint]:
         """What retention keeps of the checkpoints here and there together, the newest first."""
@@ -204,21 +211,20 @@ class Mirror:
         pause_s = 1.0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing.is_set())
-                if self._left.is_set() or not self._waiting:
+                self._changed.wait_for(lambda: self._waiting or self._phase != TRAINING)
+                if self._phase == LEFT or not self._waiting:
                     return
-                checkpoint = self._waiting[0]
-            ends_pause = self._left if self._closing.is_set() else self._closing
+                checkpoint, phase = self._waiting[0], self._phase
             try:
                 self._upload(checkpoint)
             except UserError as error:
                 logger.error(f"{error}; nothing more is uploaded")
-                return self._leave()
+                return self._enter(LEFT)
             except Exception as error:  # of any library
                 self._failing_since = self._failing_since or time.monotonic()
                 what = f"{KEY}: {checkpoint.path} is not uploaded: {reason(error)}"
                 logger.warning(f"{what}; trying again in {pause_s:.0f} s")
-                ends_pause.wait(pause_s)
+                self._pause(pause_s, phase)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
                 continue
             pause_s, self._failing_since = 1.0, None
@@ -228,6 +234,10 @@ class Mirror:
                 self._remove_old()
             except Exception as error:  # of any library
                 logger.warning(f"{KEY}: old checkpoints are not removed: {reason(error)}")
+
+    def _pause(self, seconds: float, phase: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._phase > phase, seconds)
 
     def _upload(self, checkpoint: Checkpoint) -> None:
         if not self.number:
@@ -255,7 +265,7 @@ class Mirror:
     def _remove_old(self) -> None:
         """Remove what retention does not keep there, manifests first, and what earlier starts have
         not completed."""
-        if self._left.is_set() or self._last_start() > self.number:
+        if self._phase == LEFT or self._last_start() > self.number:
             return
         keep = self._kept()
         for folder, files in by_folder(listing(self.folder)).items():
@@ -270,17 +280,10 @@ class Mirror:
 
     # ---- the end of a run
 
-    def _leave(self) -> None:
-        self._left.set()
-        self._close()
-
-    def _close(self) -> None:
-        self._closing.set()
+    def _enter(self, phase: int) -> None:
         with self._changed:
+            self._phase = max(phase, self._phase)
             self._changed.notify_all()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.saver.mirror is not self:  # on other ranks
@@ -290,14 +293,14 @@ class Mirror:
         if waiting := self.take():
             logger.info(f"waiting for the upload of {counted(len(waiting), 'checkpoint')}")
             self.stop.note = "leaving without this upload"
-        self._close()
+        self._enter(CLOSING)
         while self._thread.is_alive() and not self.stop.received - signals:
             self._thread.join(0.1)
             now = time.monotonic()
             failing_s = now - max(began, self._failing_since or math.inf)
             if failing_s > GIVE_UP_S or (now - began > LEAVE_S and not clean):
                 break
-        self._leave()
+        self._enter(LEFT)
         with self._changed:
             missing = [c.path.name for c in self._missing()]
         self.saver.mirror = None
