@@ -56,7 +56,7 @@ class Saver:
             self._group = dist.new_group(backend="gloo")
             # Connections are made here: the first wait for a rank that has left has no end.
             world_sum_(torch.zeros(1), self._group)
-            self._thread = self._open.enter_context(device_threads(1, "save"))
+            self._thread = device_threads(1, "save")
         return self
 
     def claim(self, dump_dir: Path, last: int | None = None) -> None:
@@ -90,7 +90,9 @@ class Saver:
             lock.check()
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()  # waits for the save in the background, then releases the lock
+        if self._thread is not None:
+            self._thread.shutdown()  # waits for the save in the background, which checks the locks
+        self._open.close()
 
     @property
     def gave_up(self) -> bool:

@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -64,6 +65,20 @@ def test_memory_for_copies_is_no_larger_than_what_is_copied():
     assert [c.untyped_storage().nbytes() for c in copies] == [t.nbytes for t in tensors]
     begins = [c.data_ptr() for c in copies[:-1]]
     assert max(begins) - min(begins) < 1.05 * sum(t.nbytes for t in tensors)
+
+
+def leaving_here(root: Path) -> bool:
+    """A run that ends while a save is under way."""
+    tensors = {**tensors_on(join()), "model.large": torch.zeros(1 << 24)}
+    with Saver(root, CheckpointArgs(async_save=True)) as saver:
+        on_rank_0(partial(saver.claim, root.parent))
+        saver.save(1, tensors, STATE, CONFIG)
+        return not (root / "0000000001").exists()
+
+
+def test_a_run_that_ends_keeps_its_locks_until_the_save_in_the_background_is_whole(ranks, tmp_path):
+    assert ranks.run(2, leaving_here, tmp_path / "root") == [True, True]
+    assert [c.step for c in find(tmp_path / "root")] == [1]
 
 
 def change(tensors: dict[str, Tensor], to: dict[str, Tensor]) -> None:
