@@ -298,6 +298,9 @@ def check_run(
     args.dump_dir = str(args.folder)
     data: Data = app.data or TextData(prepared)
     tokenizer = build_tokenizer(args.data.tokenizer)
+    if tokenizer.fingerprint() != on_rank_0(tokenizer.fingerprint):
+        path = args.data.tokenizer.path
+        raise UserError(f"data.tokenizer.path = {path}: has another content than on rank 0", True)
     found, previous_rows = on_rank_0(partial(look, args, data, tokenizer))
     classes, allowed = resume_classes(type(args)), args.checkpoint.allow_change
     saved, origin = find_start(found, args.checkpoint, classes, app)

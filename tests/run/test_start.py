@@ -1,5 +1,6 @@
 """A start reads each file once: what the process of a run opens before its first step."""
 
+import base64
 import json
 import os
 import subprocess
@@ -72,3 +73,23 @@ def test_a_start_on_prepared_text_opens_each_file_once(folder: Path) -> None:
 def test_a_touched_source_is_read(folder: Path) -> None:
     os.utime(folder / "words.jsonl")
     assert start(folder, 4)[str(folder / "words.jsonl")] == 1
+
+
+def test_a_rank_whose_tokenizer_is_another_than_that_of_rank_0_ends_the_run(
+    folder: Path, tmp_path: Path
+) -> None:
+    """As where nodes share no folder, or the object at a URL was changed between two downloads."""
+    tokens = [*(bytes([i]) for i in range(256)), b"th"]
+    lines = [base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens)]
+    for rank, n in enumerate((257, 256)):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "some.tiktoken").write_bytes(b"".join(lines[:n]))
+    script = f"cd {tmp_path}/$RANK && PYTHONPATH={Path().absolute()} exec {sys.executable} -m "
+    script += f"apps.main.train config={folder / 'run.yaml'} dump_dir={tmp_path / 'run'} "
+    script += "'data.tokenizer={name: tiktoken, path: some.tiktoken}'"
+    command = ["torchrun", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
+    command += ["localhost:0", "--no-python", "bash", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    need = "data.tokenizer.path = some.tiktoken: has another content than on rank 0"
+    assert done.returncode and need in done.stderr, done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
