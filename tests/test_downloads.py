@@ -206,7 +206,6 @@ NAMES = [
     "./a",
     "a\n",
     "a\x1b[1m",
-    "",
 ]
 
 
@@ -222,6 +221,7 @@ def test_what_cannot_succeed_is_refused_at_once_and_the_token_stays_with_the_hub
     other.files["/a"] = text
     files: dict[str, tuple[str, str]] = {  # of the repository, and what the message names
         **{f"name-{i}": (name, "must be the path of a file") for i, name in enumerate(NAMES)},
+        "empty": ("", "no file of hf://datasets/some/empty matches"),
         "closed": ("forbidden", "403 Forbidden"),
         "gone": ("gone", "404"),
         "wrong": ("wrong", "400"),

@@ -136,7 +136,8 @@ def listing(url: str) -> list[RemoteFile]:
         if url.startswith("hf:") and error.__cause__:  # the repository is not open to this user
             raise error.__cause__ from None
         return []
-    files = (remote_file(fs, name, info) for name, info in found.items())
+    # A name that ends with / is none of a file: consoles of S3 make such objects for folders.
+    files = (remote_file(fs, name, info) for name, info in found.items() if name[-1:] != "/")
     return sorted(files, key=lambda file: file.url)
 
 

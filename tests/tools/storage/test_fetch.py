@@ -122,6 +122,15 @@ def test_a_download_survives_a_network_that_fails(store, tmp_path, monkeypatch):
     refused(lambda: fetched("s3://bucket/../c.bin"), "must be a URL without ..")
 
 
+def test_a_key_of_a_store_cannot_leave_the_cache(store):
+    store.put("web/", b"")  # as consoles make for a folder
+    store.put("web/a.jsonl", b"{}")
+    assert [file.url for file in list_remote("s3://bucket/web")] == ["s3://bucket/web/a.jsonl"]
+    for i, name in enumerate(("x/../../../a", "./a", "x//a", "a\\b")):
+        store.put(f"wrong{i}/{name}", b"{}")
+        refused(lambda i=i: list_remote(f"s3://bucket/wrong{i}"), "must be the path of a file")
+
+
 def test_a_download_that_was_killed_goes_on_where_it_ended(store, tmp_path):
     content = random.Random(0).randbytes(40 << 20)  # three parts
     store.put("big.bin", content)
