@@ -203,7 +203,7 @@ def test_a_measurement_is_that_of_the_run_and_changes_nothing(tmp_path, exact):
     with lingua.open_run("apps.main", settings) as run:
         opened = time.perf_counter()
         first = run.measure()
-        time.sleep(0.5)
+        time.sleep(2)
         outside_s = time.perf_counter() - opened
         for step in run:
             run.model(*run.batch[0].inputs())
@@ -212,7 +212,7 @@ def test_a_measurement_is_that_of_the_run_and_changes_nothing(tmp_path, exact):
                 break
         train_s = time.perf_counter() - opened - outside_s
         assert run.measure() == expected[2]
-    assert run.record.metrics["step_time_s"].sum() < train_s + 0.4  # and of the start
+    assert run.record.metrics["step_time_s"].sum() < train_s + 1.9  # and of the start
     refused(run.measure, "must be called inside of")
     with lingua.open_run("apps.main", settings) as run:
         assert run.measure() == expected[2]
