@@ -109,7 +109,7 @@ def start_run(app: App, args: RunArgs, stop: StopRequest, open_parts: ExitStack)
         with tool_needed_by("checkpoint.mirror"):
             from lingua.tools.storage.mirror import Mirror
 
-        mirror = Mirror(args.checkpoint.mirror, args.name, args.folder, saver, stop)
+        mirror = Mirror(args, saver, stop)
         run_interruptibly(mirror.restore, stop, "a checkpoint was downloaded")
     checked = check_run(app, args, mesh.shape, device.type, saver.start.shards)
     on_rank_0(partial(write_run_id, args.checkpoint_folder, args.folder))

@@ -20,26 +20,18 @@ from pathlib import Path
 from queue import Full, Queue
 from textwrap import indent
 from threading import Event, Thread
-from typing import Any, Protocol
+from typing import Any
 
-from lingua.base.dump_dir import EVALUATION, SAMPLES, TENSORBOARD, TRACKIO_ID, VALIDATION, WANDB_ID
+from lingua.base import dump_dir
 from lingua.base.errors import import_optional
 from lingua.config.values import shorten
 from lingua.monitor.args import LoggingArgs, TrackioArgs, WandbArgs
+from lingua.run.records import Record
 
 MAX_LINES = 10_000  # that wait for a tracker
 WAIT_S = 30.0  # for all of them, at the start and at the end: Slurm's patience for a process
 
 logger = logging.getLogger(__name__)
-
-
-class Tracker(Protocol):
-    """A started client. Its methods may raise anything; none is called after that."""
-
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Values by name: numbers, other values of a line, and lists of (prompt, text)."""
-
-    def finish(self) -> None: ...
 
 
 class Trackers:
@@ -52,10 +44,8 @@ class Trackers:
         What an earlier start has sent of later steps than `step` is removed where that can be."""
         kinds = {"wandb": Wandb, "tensorboard": TensorBoard, "trackio": Trackio}
         run = name, dict(config), folder, step
-        self.threads = [
-            TrackerThread(kind, partial(kinds[kind], given, *run))
-            for kind, given in args.trackers.items()
-        ]
+        given = args.trackers.items()
+        self.threads = [TrackerThread(k, partial(kinds[k], own, *run)) for k, own in given]
         end = time.monotonic() + WAIT_S
         for thread in self.threads:
             if not thread.started.wait(max(0.0, end - time.monotonic())):
@@ -91,9 +81,11 @@ def check_packages(args: LoggingArgs) -> None:
 
 
 class TrackerThread(Thread):
-    """One tracker, started and called in this thread."""
+    """One tracker, started and called in this thread: what `start_tracker` returns has `log(step,
+    values)`, of numbers, other values of a line and lists of (prompt, text) by name, and `finish`.
+    Both may raise anything; neither is called after that."""
 
-    def __init__(self, name: str, start_tracker: Callable[[], Tracker]) -> None:
+    def __init__(self, name: str, start_tracker: Callable[[], Any]) -> None:
         super().__init__(name=name, daemon=True)
         self.start_tracker, self.started, self.failed = start_tracker, Event(), False
         self.lines: Queue[tuple[int, Mapping[str, Any]] | None] = Queue(MAX_LINES)
@@ -134,14 +126,14 @@ def values_of(file: str, line: Mapping[str, Any]) -> dict[str, Any]:
     `validation/wiki/nats_per_byte`; an event gives its numbers alone:
     `gradients/norms/output.weight`."""
     values = {key: value for key, value in line.items() if key != "step"}
-    if file == SAMPLES:
+    if file == dump_dir.SAMPLES:
         return {}  # Trackers.samples has them all
     if "event" in values:
         return _numbers(values.pop("event"), values)
     prefix = ""
-    if file == VALIDATION:
+    if file == dump_dir.VALIDATION:
         prefix = f"validation/{values.pop('source')}/"
-    elif file == EVALUATION:
+    elif file == dump_dir.EVALUATION:
         prefix = f"eval/{values.pop('task')}/"
     return {prefix + key: value for key, value in values.items()}
 
@@ -169,7 +161,7 @@ class Wandb:
         # Without a network it would wait for ever, here and once more when the process ends.
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(WAIT_S - 5))
         os.environ.setdefault("WANDB_FINISH_TIMEOUT_RAISES", "true")
-        id_file = folder / WANDB_ID
+        id_file = folder / dump_dir.WANDB_ID
         settings = asdict(args or WandbArgs())
         settings |= {"name": settings["name"] or name, "dir": settings["dir"] or str(folder)}
         settings["id"] = id_file.read_text().strip() if id_file.exists() else None
@@ -199,9 +191,9 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams, text
 
         self.event, self.summary, self.text = Event, Summary, text
-        (folder / TENSORBOARD).mkdir(exist_ok=True)
+        (folder / dump_dir.TENSORBOARD).mkdir(exist_ok=True)
         place = f"{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        file = open(folder / TENSORBOARD / f"events.out.tfevents.{place}", "xb")  # noqa: SIM115
+        file = open(folder / dump_dir.TENSORBOARD / f"events.out.tfevents.{place}", "xb")  # noqa: SIM115
         self.records = RecordWriter(file)
         self.finish = self.records.close
         self._write(file_version="brain.Event:2")
@@ -240,7 +232,7 @@ class Trackio:
         from trackio.utils import get_storage_mode
 
         self.table = partial(trackio.Table, columns=["prompt", "text"])
-        id_file = folder / TRACKIO_ID
+        id_file = folder / dump_dir.TRACKIO_ID
         run_id = id_file.read_text().strip() if id_file.exists() else None
         args = args or TrackioArgs()
         settings = {**asdict(args), "name": name, "config": config, "embed": False}
@@ -253,11 +245,22 @@ class Trackio:
         # and not a Space, or files that the dashboard puts into a database
         if self.run.url is None and get_storage_mode() == "sqlite":
             with closing(sqlite3.connect(SQLiteStorage.init_db(args.project))) as db, db:
-                later = "DELETE FROM metrics WHERE run_id = ? AND step > ?"
-                db.execute(later, (self.run.id, step))
+                run = {"id": self.run.id, "step": step}
+                db.execute("DELETE FROM metrics WHERE run_id = :id AND step > :step", run)
+                rows = db.execute("SELECT step, metrics FROM metrics WHERE run_id = :id", run)
+                there = {(at, key) for at, text in rows for key in json.loads(text)}
             # log() leaves it to a thread, which is late, and prints what it cannot write.
             save = partial(SQLiteStorage.bulk_log, args.project, self.run.name, run_id=self.run.id)
-            save([{}], [step], config=self.run.config)
+            # What an earlier start had not sent when it was killed
+            unsent: list[Any] = [({}, step)]
+            for file in dump_dir.LINES:
+                for line in Record(folder).lines(file):
+                    at, values = line["step"], values_of(file, line).items()
+                    new = {k: v for k, v in values if isinstance(v, Real) and (at, k) not in there}
+                    if new and at <= step:
+                        unsent.append((new, at))
+            numbers, steps = map(list, zip(*unsent, strict=True))
+            save(numbers, steps, config=self.run.config)
             self.send = lambda numbers, step: save([numbers], [step])
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:

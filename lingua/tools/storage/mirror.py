@@ -31,6 +31,7 @@ from lingua.checkpoint.saved import wrong_files
 from lingua.checkpoint.saver import Saver
 from lingua.parallel.mesh import on_rank_0
 from lingua.parallel.signals import StopRequest
+from lingua.run.args import RunArgs
 from lingua.tools.storage.fetch import (
     STEP,
     RemoteFile,
@@ -56,11 +57,9 @@ logger = logging.getLogger(__name__)
 class Mirror:
     """The uploads of a start, by rank 0. A context manager, which is left once they are done."""
 
-    def __init__(
-        self, url: str, name: str, dump_dir: Path, saver: Saver, stop: StopRequest
-    ) -> None:
-        self.url, self.saver, self.stop = url.rstrip("/"), saver, stop
-        self.name_url, self.id_file = f"{self.url}/names/{name}", dump_dir / RUN_ID
+    def __init__(self, args: RunArgs, saver: Saver, stop: StopRequest) -> None:
+        self.url, self.saver, self.stop = str(args.checkpoint.mirror).rstrip("/"), saver, stop
+        self.name_url, self.id_file = f"{self.url}/names/{args.name}", args.folder / RUN_ID
         self.run_id = self.folder = ""  # and the URL of the run's folder
         self.number = 0  # of this start there; 0: it has not reached the store yet
         # By URL; their paths are those here, and a later start's have higher serials
